@@ -1,0 +1,119 @@
+"""What runs in a compiling process.
+
+Importing this module does not import Triton: the process's environment must be made clean first, since
+Triton reads parts of it when it is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fp8_aot.aot.toolchain import clean_environment
+from fp8_aot.loader.schema import Scratch
+
+
+class Request(msgspec.Struct, frozen=True):
+    """All that decides a cell's binary, as plain data: it crosses to worker processes and is a cache key."""
+
+    source: str
+    source_sha256: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    signature: dict[str, str]
+    constexprs: dict[str, int | float]
+    aligned: tuple[str, ...]
+    options: dict[str, int | bool]
+    triton: str
+    assembler: str | None
+
+    @property
+    def key(self) -> str:
+        """Digest of what decides the binary: the function's content, not the name of a spec that has it."""
+        content = msgspec.structs.replace(self, source="")
+        return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """A compiled cell: the object and the fields of Triton's metadata that a launch needs."""
+
+    object: bytes
+    symbol: str
+    num_warps: int
+    shared: int
+    global_scratch: Scratch
+    profile_scratch: Scratch
+    tensordesc: tuple[dict[str, Any], ...]
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """A cell that did not compile: the compiler's message, and the traceback for ``--debug``."""
+
+    message: str
+    traceback: str
+
+
+_caches: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def prepare() -> None:
+    """Make this process fit to compile: a clean environment and a Triton cache of its own."""
+    _caches.append(tempfile.TemporaryDirectory(prefix="fp8-aot-"))
+    for name, value in clean_environment(Path(_caches[-1].name)).items():
+        if value:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+
+
+def compile_request(job: Request) -> Compiled | Failed:
+    """Compile, in this process."""
+    try:
+        return _compile(job)
+    # Compilers raise errors of any type, some of which cannot be pickled: what they say is kept.
+    except Exception as error:
+        return Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _compile(job: Request) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8_aot.aot.matrix import resolve
+
+    spec = resolve(job.source)
+    names = list(job.signature)
+    source = ASTSource(
+        spec.fn,
+        job.signature | dict.fromkeys(job.constexprs, "constexpr"),
+        {(len(names) + i,): value for i, value in enumerate(job.constexprs.values())},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in job.aligned},
+    )
+    target = GPUTarget(job.backend, job.arch, job.warp_size)
+    return compiled(triton.compile(source, target=target, options=job.options))
+
+
+def compiled(kernel: Any) -> Compiled:
+    """What is kept of Triton's ``CompiledKernel``; its metadata holds absolute paths, so not all of it."""
+    metadata = kernel.metadata
+
+    def scratch(name: str) -> Scratch:
+        return Scratch(getattr(metadata, f"{name}_size", 0), getattr(metadata, f"{name}_align", 1))
+
+    return Compiled(
+        object=kernel.asm["cubin" if "cubin" in kernel.asm else "hsaco"],
+        symbol=metadata.name,
+        num_warps=metadata.num_warps,
+        shared=metadata.shared,
+        global_scratch=scratch("global_scratch"),
+        profile_scratch=scratch("profile_scratch"),
+        tensordesc=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
+    )

@@ -1,0 +1,197 @@
+"""The loader's state in this process: devices, the bundle of each, and the kernels that are loaded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fp8_aot.loader.bundle import Bundle
+from fp8_aot.loader.dispatch import Choice, Step, argument_values, choose, grid_of
+from fp8_aot.loader.driver import Device, Driver, Function, get_driver
+from fp8_aot.loader.errors import CaptureError, DriverError, ForkError
+from fp8_aot.loader.find import Accepted, Decision, find
+from fp8_aot.loader.plan import Plan
+from fp8_aot.loader.schema import Variant
+from fp8_aot.loader.views import TensorView
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts since the process started.
+
+    ``loads``: kernels loaded onto a device; ``launches``: launches of prebuilt kernels; ``misses``:
+    launches that no prebuilt kernel fitted; ``fallbacks``: launches by the JIT.
+    """
+
+    loads: int
+    launches: int
+    misses: int
+    fallbacks: int
+
+
+class DeviceState:
+    """One device: its bundle, if any was accepted, and its loaded kernels."""
+
+    def __init__(self, driver: Driver, device: Device) -> None:
+        self.driver = driver
+        self.device = device
+        self.decisions: tuple[Decision, ...] = find(driver, device)
+        self.bundle: Bundle | None = next((d.bundle for d in self.decisions if isinstance(d, Accepted)), None)
+        self.functions: dict[tuple[str, str], Function] = {}
+        self.plans: list[Plan] = []
+
+    def no_bundle(self, cell: str) -> Choice:
+        """A choice that fails because no bundle was accepted for this device."""
+        steps = tuple(
+            Step(f"{d.path} ({d.origin})", False, d.reason) for d in self.decisions if not isinstance(d, Accepted)
+        )
+        reason = f"no bundle for {self.driver.backend} {self.device.arch}"
+        return Choice(cell, None, (*steps, Step("bundles", False, reason)))
+
+
+class Runtime:
+    """Loads and plans, under one lock; launching takes no lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._states: dict[tuple[str, int], DeviceState] = {}
+        self._retired_launches = 0
+        self._loads = self.misses = self.fallbacks = 0
+        self._forked = False
+        self.on_change: list[Callable[[], None]] = []
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        # The child has a copy of the parent's handles and no driver behind them; another thread of the
+        # parent may have held the lock.
+        self._lock = threading.RLock()
+        self._forked = self._forked or any(state.functions for state in self._states.values())
+        self._changed()
+
+    def _changed(self) -> None:
+        for forget in self.on_change:
+            forget()
+
+    def state(self, backend: str, ordinal: int) -> DeviceState:
+        """The state of a device, found on first use.
+
+        Raises:
+            ForkError: this process was forked from one that had loaded kernels.
+            DriverError: the driver is missing, or has no such device.
+        """
+        if self._forked:
+            raise ForkError(
+                "this process was forked after prebuilt kernels had been loaded, and GPU drivers do not survive "
+                "a fork: use multiprocessing's 'spawn' or 'forkserver', or fork before the first launch"
+            )
+        found = self._states.get((backend, ordinal))
+        if found is not None:
+            return found
+        with self._lock:
+            if (backend, ordinal) not in self._states:
+                driver = get_driver(backend)
+                devices = driver.devices()
+                device = next((d for d in devices if d.ordinal == ordinal), None)
+                if device is None:
+                    raise DriverError(f"device is {ordinal}, this machine has {len(devices)} {backend} devices")
+                self._states[backend, ordinal] = DeviceState(driver, device)
+            return self._states[backend, ordinal]
+
+    def choose(
+        self, state: DeviceState, kernel: str, dtypes: dict[str, str], sizes: Mapping[str, int],
+        tensors: Mapping[str, TensorView],
+    ) -> tuple[Choice, dict[str, int]]:  # fmt: skip
+        """The choice for a launch, and the values of its arguments (empty where there is no bundle)."""
+        bundle = state.bundle
+        if bundle is None or kernel not in bundle.kernels:
+            cell = f"{kernel} on {state.driver.backend} {state.device.arch}"
+            return state.no_bundle(cell) if bundle is None else choose(bundle, kernel, dtypes, sizes, {}), {}
+        values = argument_values(bundle.kernels[kernel], tensors, sizes)
+        return choose(bundle, kernel, dtypes, sizes, values), values
+
+    def plan(
+        self, state: DeviceState, kernel: str, dtypes: dict[str, str], sizes: Mapping[str, int],
+        tensors: Mapping[str, TensorView], stream: int,
+    ) -> tuple[Plan | None, Choice]:  # fmt: skip
+        """The plan for a launch, its kernel loaded; None, with the choice that failed, on a miss.
+
+        Raises:
+            CaptureError: the kernel would have to be loaded while ``stream`` is being captured.
+            IntegrityError, DriverError: the object is damaged, or the driver refused it.
+        """
+        choice, values = self.choose(state, kernel, dtypes, sizes, tensors)
+        if choice.variant is None or state.bundle is None:
+            return None, choice
+        entry = state.bundle.kernels[kernel]
+        function = self._function(state, choice.variant, stream)
+        grid = grid_of(entry, choice.variant, sizes)
+        plan = Plan(state.driver, function, entry, choice.variant, values, grid)
+        state.plans.append(plan)
+        return plan, choice
+
+    def _function(self, state: DeviceState, variant: Variant, stream: int | None) -> Function:
+        key = (variant.object, variant.symbol)
+        function = state.functions.get(key)
+        if function is not None:
+            return function
+        with self._lock:
+            if key not in state.functions:
+                assert state.bundle is not None
+                if stream is not None and state.driver.is_capturing(stream):
+                    raise CaptureError(
+                        f"{variant.id} is not loaded yet, and the stream is being captured into a graph: call "
+                        "fp8_aot.loader.preload() before the capture"
+                    )
+                image = state.bundle.object(variant)
+                state.functions[key] = state.driver.load(state.device.ordinal, image, variant.symbol, variant.shared)
+                self._loads += 1
+            return state.functions[key]
+
+    def preload(self, state: DeviceState, globs: tuple[str, ...]) -> int:
+        """Load every variant of the matching kernels; the number of variants.
+
+        Raises:
+            ValueError: a glob matches no kernel of the bundle.
+        """
+        if state.bundle is None:
+            return 0
+        names = list(state.bundle.kernels)
+        for glob in globs:
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise ValueError(
+                    f"kernels: {glob!r} matches no kernel of {state.bundle.path}, it has {', '.join(names)}"
+                )
+        chosen = [
+            v for v in state.bundle.variants.values() if not globs or any(fnmatchcase(v.kernel, glob) for glob in globs)
+        ]
+        for variant in chosen:
+            self._function(state, variant, None)
+        return len(chosen)
+
+    def unload(self) -> None:
+        """Unload every kernel and forget every bundle; the next launch starts anew.
+
+        No launched kernel may still be running.
+        """
+        with self._lock:
+            states = list(self._states.values())
+            self._retired_launches += sum(plan.launches for state in states for plan in state.plans)
+            self._states.clear()
+            self._changed()
+            if self._forked:
+                return
+            for state in states:
+                for function in state.functions.values():
+                    state.driver.unload(function)
+
+    def stats(self) -> Stats:
+        """The counts so far."""
+        launches = sum(plan.launches for state in list(self._states.values()) for plan in list(state.plans))
+        return Stats(self._loads, self._retired_launches + launches, self.misses, self.fallbacks)
+
+
+runtime = Runtime()
+"""The one runtime of this process."""

@@ -1,0 +1,3 @@
+"""The distribution's version, the one place that states it."""
+
+VERSION = "0.1.0"

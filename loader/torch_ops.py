@@ -1,0 +1,61 @@
+"""Registration of the operations as ``torch.ops.fp8_aot.*``, with fake implementations.
+
+``torch.library.Library`` rather than ``custom_op``: its call is about three times cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8_aot.loader.torch_call import Call
+
+_library = torch.library.Library("fp8_aot", "DEF")
+_KEYS = ("CUDA", "CPU")
+
+
+def register(call: Call) -> None:
+    """Define ``fp8_aot::name`` and its ``out`` overload for an operation."""
+    op = call.op
+    gemm = op.outputs[0].dtype == "out"
+    inputs = ", ".join(f"Tensor {t.name}" for t in op.inputs)
+    option = ", ScalarType? out_dtype=None" if gemm else ""
+    results = "Tensor" if gemm else f"({', '.join('Tensor' for _ in op.outputs)})"
+    outs = ", ".join(f"Tensor({chr(97 + i)}!) {t.name}" for i, t in enumerate(op.outputs))
+    _library.define(f"{op.name}({inputs}{option}) -> {results}")
+    _library.define(f"{op.name}.out({inputs}, *, {outs}) -> ()")
+    functional, into = _implementations(call, len(op.inputs), gemm)
+    for key in _KEYS:
+        _library.impl(op.name, functional, key)
+        _library.impl(f"{op.name}.out", into, key)
+    torch.library.register_fake(f"fp8_aot::{op.name}", _fake(call, len(op.inputs), gemm), lib=_library)
+    torch.library.register_fake(f"fp8_aot::{op.name}.out", lambda *args, **kwargs: None, lib=_library)
+
+
+def _implementations(call: Call, count: int, gemm: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def functional(*args: Any, out_dtype: torch.dtype | None = None) -> Any:
+        dtype = out_dtype or (args[count] if len(args) > count else None) or torch.bfloat16
+        outputs = call.run(args[:count], None, dtype)
+        return outputs[0] if gemm else outputs
+
+    def into(*inputs: torch.Tensor, **out: torch.Tensor) -> None:
+        outputs = tuple(out.values())
+        call.run(inputs, outputs, outputs[0].dtype if gemm else torch.bfloat16)
+
+    return functional, into
+
+
+def _fake(call: Call, count: int, gemm: bool) -> Callable[..., Any]:
+    def fake(*args: Any, out_dtype: torch.dtype | None = None) -> Any:
+        dtype = out_dtype or (args[count] if len(args) > count else None) or torch.bfloat16
+        inputs = args[:count]
+        sizes = call.check(inputs, dtype)
+        outputs = tuple(
+            torch.empty_strided(shape, strides, dtype=kind, device=inputs[0].device)
+            for shape, strides, kind in call.layouts(inputs, sizes, dtype)
+        )
+        return outputs[0] if gemm else outputs
+
+    return fake

@@ -1,0 +1,62 @@
+"""Settings and fixtures that many tests need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from hypothesis import settings
+
+ROOT = Path(__file__).parent.parent
+
+# Triton reads it when it is imported: without a GPU, kernels run in its interpreter.
+if not any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A loaded machine must not fail a property test for its speed.
+settings.register_profile("fp8_aot", deadline=None)
+settings.load_profile("fp8_aot")
+
+
+def compiling_environment() -> dict[str, str]:
+    """An environment for subprocesses that compile: this process may run kernels in the interpreter."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def fp8_aot(*args: str | Path, check: bool = True, **extra: Any) -> subprocess.CompletedProcess[str]:
+    """Run the ``fp8-aot`` command in a process of its own."""
+    command = [sys.executable, "-m", "fp8_aot.aot", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=compiling_environment(), **extra)
+    if check and done.returncode:
+        raise AssertionError(f"{command} gave {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The whole matrix, built once for all test processes from an empty cache.
+
+    ``out`` and ``cache`` are folders, ``report`` is what ``fp8-aot build --json`` printed.
+    """
+    base = tmp_path_factory.getbasetemp()
+    # With several test processes, each has a folder of its own below a common one.
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out, cache, report = shared / "artifacts", shared / "cache", shared / "build.json"
+    with FileLock(shared / "build.lock"):
+        if not report.exists():
+            matrix = ROOT / "build_matrix.toml"
+            done = fp8_aot("build", "--matrix", matrix, "--out", out, "--cache", cache, "--json", cwd=shared)
+            report.write_text(done.stdout)
+    return {"out": out, "cache": cache, "report": json.loads(report.read_text())}
+
+
+@pytest.fixture(scope="session")
+def bundles(build: dict[str, Any]) -> Path:
+    """A folder with the bundle of every target."""
+    return build["out"]
