@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
@@ -13,10 +15,10 @@ from pathlib import Path
 import pebble
 
 from fp8_aot.aot import bundle, worker
-from fp8_aot.aot.cache import Cache, write_atomically
+from fp8_aot.aot.cache import Cache, check_writable, write_atomically
 from fp8_aot.aot.cells import Cell
 from fp8_aot.aot.compile import request
-from fp8_aot.aot.errors import UsageError, WorkError
+from fp8_aot.aot.errors import WorkError
 from fp8_aot.aot.matrix import Matrix
 from fp8_aot.aot.targets import Target
 from fp8_aot.aot.toolchain import check_versions
@@ -88,15 +90,16 @@ def build(
     ``progress`` is called with the cells done, their total and the id of the latest one.
 
     Raises:
-        UsageError: the installed Triton is not the matrix's, or ``out`` cannot be written.
+        UsageError: the installed Triton is not the matrix's, or ``out`` or the cache
+            cannot be written.
+        WorkError: writing failed on the way.
     """
     start = time.monotonic()
     targets = list({cell.target.name: cell.target for cell in cells}.values())
     check_versions(targets, allow_mismatch)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be created: {error.strerror}") from None
+    check_writable("--out", out)
+    if cache:
+        check_writable("--cache", cache.directory)
     wanted = [cell for cell in cells if cell.excluded is None]
     jobs_of: dict[str, tuple[Request, list[Cell]]] = {}
     for cell in wanted:
@@ -141,7 +144,10 @@ def _compile_all(
         return
     # spawn: a fork would share the parent's Triton and its state with every compiler.
     context = multiprocessing.get_context("spawn")
-    with pebble.ProcessPool(max_workers=jobs, context=context, initializer=worker.prepare) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="fp8-aot-", ignore_cleanup_errors=True) as scratch,
+        pebble.ProcessPool(jobs, context=context, initializer=worker.prepare, initargs=(Path(scratch),)) as pool,
+    ):
         futures = {
             pool.schedule(worker.compile_request, args=(job,), timeout=CELL_SECONDS): (key, job) for key, job in missing
         }
@@ -164,7 +170,11 @@ def _result(future: pebble.ProcessFuture) -> Compiled | Failed:
     except TimeoutError:
         return Failed(f"the compiler did not finish within {CELL_SECONDS} s and was stopped", "")
     except pebble.ProcessExpired as error:
-        return Failed(f"the compiling process died: {error}", "")
+        return Failed(f"the compiling process died: {_cause(error.exitcode)}", "")
+
+
+def _cause(status: int) -> str:
+    return signal.strsignal(-status) or f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 def _target_report(
@@ -195,6 +205,6 @@ def _target_report(
         try:
             write_atomically(path, data)
         except OSError as error:
-            raise UsageError(f"--out {out}: cannot write {path.name}: {error.strerror}") from None
+            raise WorkError(f"--out {out}: cannot write {path.name}: {error.strerror}") from None
     report.path = path
     return report

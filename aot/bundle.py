@@ -157,7 +157,8 @@ def commit_of(path: Path) -> tuple[str | None, bool | None]:
     """The commit of the checkout that tracks a file, and whether its tracked files differ from it."""
 
     def git(*args: str) -> str | None:
-        command = ["git", "-C", str(path.resolve().parent), *args]
+        # Without the option, `git status` may rewrite the index.
+        command = ["git", "--no-optional-locks", "-C", str(path.resolve().parent), *args]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError:

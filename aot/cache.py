@@ -9,15 +9,23 @@ from pathlib import Path
 
 import msgspec
 
+from fp8_aot.aot.errors import UsageError, WorkError
 from fp8_aot.aot.worker import Compiled, Request
 
 _VERSION = b"1:"  # of the entries' format
 
 
 def default_directory() -> Path:
-    """``$XDG_CACHE_HOME/fp8-aot``, or ``~/.cache/fp8-aot``."""
+    """``$XDG_CACHE_HOME/fp8-aot``, or ``~/.cache/fp8-aot``.
+
+    Raises:
+        UsageError: the user has no home, as in some containers.
+    """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "fp8-aot"
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "fp8-aot"
+    except RuntimeError:
+        raise UsageError("--cache: there is no home folder to keep a cache in: name a folder, or --no-cache") from None
 
 
 class Cache:
@@ -49,12 +57,29 @@ class Cache:
         """Keep a compiled cell.
 
         Raises:
-            OSError: the folder cannot be written.
+            WorkError: the folder cannot be written.
         """
         path = self._path(job)
-        path.parent.mkdir(parents=True, exist_ok=True)
         body = msgspec.msgpack.encode(result)
-        write_atomically(path, hashlib.sha256(body).digest() + body)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, hashlib.sha256(body).digest() + body)
+        except OSError as error:
+            raise WorkError(f"--cache {self.directory}: cannot write an entry: {error.strerror}") from None
+
+
+def check_writable(option: str, directory: Path) -> None:
+    """Create a folder if need be, and make sure that files can be created in it.
+
+    Raises:
+        UsageError: they cannot; the message starts with ``option``.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(f"{option} {directory}: cannot be written: {error.strerror}") from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -53,8 +53,8 @@ def expand(matrix: Matrix, targets: Iterable[str] = (), kernels: Iterable[str] =
     """All cells of the named targets and kernel globs (all where none is named), in matrix order.
 
     Raises:
-        UsageError: a target is unknown, a glob matches no kernel, an exclude matches no cell, or a
-            target's dispatch would have no last resort.
+        UsageError: a target is unknown, a glob matches no kernel, an exclude matches no cell, a target's
+            dispatch would have no last resort, or no cell is left.
     """
     targets, globs = list(targets), list(kernels)
     for name in targets:
@@ -70,12 +70,15 @@ def expand(matrix: Matrix, targets: Iterable[str] = (), kernels: Iterable[str] =
         if i not in used:
             raise UsageError(f"{matrix.path}: exclude[{i + 1}]: matches no cell of {exclude.kernel}")
     _check_last_resorts(matrix, cells)
-    return [
+    chosen = [
         cell
         for cell in cells
         if (not targets or cell.target.name in targets)
         and (not globs or any(fnmatchcase(cell.kernel, glob) for glob in globs))
     ]
+    if not chosen:
+        raise UsageError(f"{matrix.path}: there is no cell for these targets and kernels")
+    return chosen
 
 
 def _target_cells(matrix: Matrix, target: Target, used: set[int]) -> Iterable[Cell]:

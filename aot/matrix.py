@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
+from packaging.version import InvalidVersion, Version
+
 from fp8_aot.aot.errors import UsageError
 from fp8_aot.aot.targets import Target, max_shared
-from fp8_aot.kernels.spec import FP8_MAX, Config, KernelSpec
+from fp8_aot.kernels.spec import FP8_MAX, MAX_SIZE, Config, KernelSpec
 
 Specialization = Literal["aligned", "general"]
 SPECIALIZATIONS: tuple[Specialization, ...] = ("aligned", "general")
@@ -137,17 +140,19 @@ def load(path: Path) -> Matrix:
         values = tomllib.loads(data.decode())
     except OSError as error:
         raise UsageError(f"{path}: cannot read the build matrix: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     top = _Table(path, "", values)
     schema = top.take("schema", int, "1")
     if schema != 1:
         top.fail(f"is {schema}, this fp8-aot reads 1", "schema")
     toolchain = _Table(path, "toolchain", top.take("toolchain", dict, "a table"))
-    triton = toolchain.take("triton", str, 'a Triton version like "3.9.0"')
+    triton = _triton(toolchain)
     toolchain.close()
     targets = _targets(top, triton)
     kernels = tuple(_kernel(table, targets) for table in top.tables("kernel"))
+    if not kernels:
+        top.fail("is empty, expected at least one [[kernel]]", "kernel")
     names = [entry.spec.name for entry in kernels]
     for i, name in enumerate(names):
         if name in names[:i]:
@@ -155,6 +160,15 @@ def load(path: Path) -> Matrix:
     excludes = tuple(_exclude(table, kernels, targets) for table in top.tables("exclude", []))
     top.close()
     return Matrix(path, hashlib.sha256(data).hexdigest(), targets, kernels, excludes)
+
+
+def _triton(table: _Table, default: Any = ...) -> str:
+    wanted: str = table.take("triton", str, 'a Triton version like "3.9.0"', default)
+    try:
+        Version(wanted)
+    except InvalidVersion:
+        table.fail(f'is {wanted!r}, expected a Triton version like "3.9.0"', "triton")
+    return wanted
 
 
 def _targets(top: _Table, triton: str) -> dict[str, Target]:
@@ -165,27 +179,40 @@ def _targets(top: _Table, triton: str) -> dict[str, Target]:
     for name, values in tables.items():
         if not isinstance(values, dict):
             top.fail(f"is {values!r}, expected a table", f"target.{name}")
-        table = _Table(top.path, f"target.{name}", values)
-        backend = table.take("backend", str, '"cuda" or "hip"')
-        if backend not in ("cuda", "hip"):
-            table.fail(f'is {backend!r}, expected "cuda" or "hip"', "backend")
-        if backend == "cuda":
-            arch = str(table.take("arch", int, "a number like 90"))
-        else:
-            arch = table.take("arch", str, 'a name like "gfx942"')
-        fp8 = table.take("fp8", str, " or ".join(FP8_MAX))
-        if fp8 not in FP8_MAX:
-            table.fail(f"unknown fp8 dtype {fp8!r}, expected {' or '.join(FP8_MAX)}", "fp8")
-        # gfx9 runs waves of 64, RDNA (gfx10 and later) of 32.
-        wave = 64 if backend == "hip" and arch.startswith("gfx9") else 32
-        warp_size = table.take("warp_size", int, "32 or 64", wave)
-        if warp_size not in (32, 64):
-            table.fail(f"is {warp_size}, expected 32 or 64", "warp_size")
-        pinned = table.take("triton", str, 'a Triton version like "3.9.0"', triton)
-        shared = table.take("max_shared", int, "a number of bytes", max_shared(backend, arch))
-        table.close()
-        targets[name] = Target(name, cast(Any, backend), arch, cast(Any, warp_size), cast(Any, fp8), pinned, shared)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
+            top.fail("expected a name of letters, digits, _, . and -: the bundle's file has it", f"target.{name}")
+        targets[name] = _target(_Table(top.path, f"target.{name}", values), name, triton)
     return targets
+
+
+def _target(table: _Table, name: str, triton: str) -> Target:
+    backend = table.take("backend", str, '"cuda" or "hip"')
+    if backend not in ("cuda", "hip"):
+        table.fail(f'is {backend!r}, expected "cuda" or "hip"', "backend")
+    if backend == "cuda":
+        number = table.take("arch", int, "a compute capability without its dot, like 90")
+        if not 75 <= number < 1000:
+            table.fail(f"is {number}, expected a compute capability without its dot, like 90", "arch")
+        arch = str(number)
+    else:
+        arch = table.take("arch", str, 'a name like "gfx942"')
+        if not re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
+            table.fail(f'is {arch!r}, expected a name like "gfx942"', "arch")
+    legal = list(FP8_MAX) if backend == "hip" else ["e4m3fn"]
+    fp8 = table.take("fp8", str, " or ".join(legal))
+    if fp8 not in legal:
+        table.fail(f"is {fp8!r}, expected {' or '.join(legal)}", "fp8")
+    # gfx9 runs waves of 64, RDNA (gfx10 and later) of 32, as CUDA does.
+    waves = [32, 64] if backend == "hip" else [32]
+    warp_size = table.take("warp_size", int, "32 or 64", 64 if arch.startswith("gfx9") else 32)
+    if warp_size not in waves:
+        table.fail(f"is {warp_size}, expected {' or '.join(map(str, waves))}", "warp_size")
+    pinned = _triton(table, triton)
+    shared = table.take("max_shared", int, "a number of bytes", max_shared(backend, arch))
+    if shared is not None and shared < 1:
+        table.fail(f"is {shared}, expected a number of bytes", "max_shared")
+    table.close()
+    return Target(name, cast(Any, backend), arch, cast(Any, warp_size), cast(Any, fp8), pinned, shared)
 
 
 def _kernel(table: _Table, targets: Mapping[str, Target]) -> KernelEntry:
@@ -225,6 +252,9 @@ def resolve(source: str, table: _Table | None = None) -> KernelSpec:
         spec = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         fail(f"unknown kernel {source!r}: {error}")
+    # A module may fail in any way while it is imported; a spec that does not match its function is one.
+    except Exception as error:
+        fail(f"{source!r} cannot be imported: {type(error).__name__}: {error}")
     if not isinstance(spec, KernelSpec):
         fail(f"{source!r} is a {type(spec).__name__}, expected a KernelSpec")
     return spec
@@ -249,6 +279,7 @@ def _tile(table: _Table, spec: KernelSpec, targets: Mapping[str, Target]) -> Til
     table.close()
     config = Config(constexprs, **options)
     for name in chosen:
+        _check_threads(table, config, targets[name])
         _check_shared(table, spec, config, targets[name])
     return TileEntry(config, frozenset(chosen), cast(tuple[Specialization, ...], special), when)
 
@@ -264,7 +295,18 @@ def _bounds(table: _Table, spec: KernelSpec) -> Iterable[Bound]:
         limits.close()
         if least is None and most is None:
             limits.fail("is empty, expected least, most or both")
+        for key, value in (("least", least), ("most", most)):
+            if value is not None and not 0 <= value <= MAX_SIZE:
+                limits.fail(f"is {value}, expected 0 to {MAX_SIZE:,}", key)
+        if least is not None and most is not None and least > most:
+            limits.fail(f"no size is at least {least} and at most {most}")
         yield Bound(symbol, least, most)
+
+
+def _check_threads(table: _Table, config: Config, target: Target) -> None:
+    threads = config.num_warps * target.warp_size
+    if threads > 1024:
+        table.fail(f"is {config.num_warps}: {threads:,} threads on {target.name}, at most 1,024", "num_warps")
 
 
 def _check_shared(table: _Table, spec: KernelSpec, config: Config, target: Target) -> None:
@@ -291,9 +333,12 @@ def _exclude(table: _Table, kernels: Iterable[KernelEntry], targets: Mapping[str
     spec = specs[kernel]
     legal = [t.name for t in spec.tiles] + list(OPTIONS) + [f"{axis}_dtype" for axis in spec.dtypes]
     legal.append("specialization")
-    for key in when:
+    for key, value in when.items():
         if key not in legal:
             table.fail(f"unknown key, expected one of {', '.join(legal)}", f"when.{key}")
+        kind, what = (str, "a string") if key == "specialization" or key.endswith("_dtype") else (int, "a number")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            table.fail(f"is {value!r}, expected {what}", f"when.{key}")
     reason = table.take("reason", str, "why these cells must not be built")
     if not reason.strip():
         table.fail("is empty, expected why these cells must not be built", "reason")

@@ -17,22 +17,24 @@ from fp8_aot.aot.errors import UsageError
 from fp8_aot.aot.targets import Target
 from fp8_aot.loader.schema import Assembler, Toolchain
 
+# What Triton, its LLVM and ptxas read from the environment: triton/knobs.py, and the names in libtriton.
+_PREFIXES = ("TRITON_", "LLVM_", "MLIR_", "AMDGCN_", "NVPTX_", "PTXAS_")
+_OTHER = frozenset({"DISABLE_PTXAS_OPT", "DISABLE_LLVM_OPT", "USE_IR_LOC", "ALLOW_LHS_TMEM_LAYOUT_CONVERSION"})
 _KEEP = frozenset({"TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_HOME"})
-_OTHER = frozenset({"DISABLE_PTXAS_OPT", "DISABLE_LLVM_OPT", "USE_IR_LOC", "NVPTX_ENABLE_DUMP", "MLIR_ENABLE_DUMP"})
 
 
-def clean_environment(cache: Path) -> dict[str, str]:
+def clean_environment(scratch: Path) -> dict[str, str]:
     """Changes to a compiling process's environment: what could alter a binary goes, line info too.
 
     Values are the new ones, ``""`` stands for removal.  Line info would make a binary depend on the path
-    of its source.
+    of its source.  Caches and temporary files go to ``scratch``.
     """
-    changes = {
-        name: ""
-        for name in os.environ
-        if (name.startswith(("TRITON_", "LLVM_IR_", "MLIR_", "AMDGCN_")) and name not in _KEEP) or name in _OTHER
+    changes = {name: "" for name in os.environ if (name.startswith(_PREFIXES) and name not in _KEEP) or name in _OTHER}
+    return changes | {
+        "TRITON_DISABLE_LINE_INFO": "1",
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TMPDIR": str(scratch),
     }
-    return changes | {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(cache)}
 
 
 @functools.cache
@@ -81,8 +83,11 @@ def toolchain(target: Target) -> Toolchain:
 def _ptxas(target: Target) -> Assembler:
     from triton.backends.nvidia import compiler
 
-    tool = compiler.get_ptxas(int(target.arch))
-    output = subprocess.run([tool.path, "--version"], capture_output=True, text=True, check=True).stdout
+    try:
+        tool = compiler.get_ptxas(int(target.arch))
+        output = subprocess.run([tool.path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(f"ptxas for {target.name} cannot be run: {error}") from None
     match = re.search(r"release [\d.]+, V([\d.]+)", output)
     if match is None:
         raise UsageError(f"{tool.path} --version says {output.strip()!r}, expected a ptxas release")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -60,17 +61,19 @@ class Failed(msgspec.Struct, frozen=True):
     traceback: str
 
 
-_caches: list[tempfile.TemporaryDirectory[str]] = []
+def prepare(scratch: Path) -> None:
+    """Make this process fit to compile: a clean environment, and a folder of its own below ``scratch``.
 
-
-def prepare() -> None:
-    """Make this process fit to compile: a clean environment and a Triton cache of its own."""
-    _caches.append(tempfile.TemporaryDirectory(prefix="fp8-aot-"))
-    for name, value in clean_environment(Path(_caches[-1].name)).items():
+    The parent removes ``scratch``: this process may be killed at any moment.
+    """
+    for name, value in clean_environment(Path(tempfile.mkdtemp(dir=scratch))).items():
         if value:
             os.environ[name] = value
         else:
             os.environ.pop(name, None)
+    tempfile.tempdir = None  # it is read from TMPDIR once
+    # Compilers print; standard output is the command's own.
+    os.dup2(sys.__stderr__.fileno() if sys.__stderr__ else 2, 1)
 
 
 def compile_request(job: Request) -> Compiled | Failed:

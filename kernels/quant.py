@@ -61,6 +61,42 @@ def to_fp8(x, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
     return scaled.to(dtype)
 
 
+@triton.jit
+def load_rows(x_ptr, r, c, rows, cols, stride_x):
+    """x[r, c] in fp32, 0 outside of x."""
+    x = tl.load(
+        x_ptr + r.to(tl.int64)[:, None] * stride_x + c[None, :],
+        mask=(r < rows)[:, None] & (c < cols)[None, :],
+        other=0.0,
+    )
+    return x.to(tl.float32)
+
+
+@triton.jit
+def block_max(x):
+    """The largest magnitude of a tile, as int32."""
+    return tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+
+
+@triton.jit
+def store_rows(y_ptr, y, r, c, rows, cols, stride_y, TRANSPOSED: tl.constexpr):
+    """Store y[r, c] at r*stride_y + c, or at c*stride_y + r."""
+    r_mask = r < rows
+    c_mask = c < cols
+    if TRANSPOSED:
+        tl.store(
+            y_ptr + c.to(tl.int64)[:, None] * stride_y + r[None, :],
+            tl.trans(y),
+            mask=c_mask[:, None] & r_mask[None, :],
+        )
+    else:
+        tl.store(
+            y_ptr + r.to(tl.int64)[:, None] * stride_y + c[None, :],
+            y,
+            mask=r_mask[:, None] & c_mask[None, :],
+        )
+
+
 def quant_args(x: str, y: str, rows: str, cols: str, y_dim: int, scale_dim: int):
     """Arguments of a quantizer; ``y_dim`` and ``scale_dim`` are the dimensions with a free stride."""
     return (
@@ -91,15 +127,11 @@ def quant_1x128(
     group = pid % groups
     r = (pid // groups) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = group * GROUP + tl.arange(0, GROUP)
-    row_mask = r < rows
-    mask = row_mask[:, None] & (c < cols)[None, :]
-    r64 = r.to(tl.int64)
-
-    x = tl.load(x_ptr + r64[:, None] * stride_x + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load_rows(x_ptr, r, c, rows, cols, stride_x)
     scale = scale_of(tl.max(magnitude_bits(x), axis=1), FP8_MAX)
     y = to_fp8(x, scale[:, None], FP8_MAX, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + r64[:, None] * stride_y + c[None, :], y, mask=mask)
-    tl.store(scale_ptr + r64 + group.to(tl.int64) * stride_scale, reciprocal(scale), mask=row_mask)
+    store_rows(y_ptr, y, r, c, rows, cols, stride_y, TRANSPOSED=False)
+    tl.store(scale_ptr + r.to(tl.int64) + group.to(tl.int64) * stride_scale, reciprocal(scale), mask=r < rows)
 
 
 @kernel(*_ARGS)
@@ -114,93 +146,76 @@ def quant_128x1(
     group = pid // tiles
     r = group * GROUP + tl.arange(0, GROUP)
     c = (pid % tiles) * BLOCK_C + tl.arange(0, BLOCK_C)
-    row_mask = r < rows
-    col_mask = c < cols
-    c64 = c.to(tl.int64)
-
-    x = tl.load(
-        x_ptr + r.to(tl.int64)[:, None] * stride_x + c[None, :],
-        mask=row_mask[:, None] & col_mask[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    x = load_rows(x_ptr, r, c, rows, cols, stride_x)
     scale = scale_of(tl.max(magnitude_bits(x), axis=0), FP8_MAX)
     y = to_fp8(x, scale[None, :], FP8_MAX, y_ptr.dtype.element_ty)
-    tl.store(
-        y_ptr + c64[:, None] * stride_y + r[None, :],
-        tl.trans(y),
-        mask=col_mask[:, None] & row_mask[None, :],
-    )
-    tl.store(scale_ptr + c64 + group.to(tl.int64) * stride_scale, reciprocal(scale), mask=col_mask)
+    store_rows(y_ptr, y, r, c, rows, cols, stride_y, TRANSPOSED=True)
+    tl.store(scale_ptr + c.to(tl.int64) + group.to(tl.int64) * stride_scale, reciprocal(scale), mask=c < cols)
 
 
 @triton.jit
-def quant_128x128_tile(x_ptr, rows, cols, stride_x, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
-    """One 128x128 block of x: row and column offsets, row and column masks, fp8 values, scale."""
+def quant_block(
+    x_ptr, y_ptr, scale_ptr, rows, cols, stride_x, stride_y, stride_scale,
+    BLOCK_R: tl.constexpr, FP8_MAX: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """One 128x128 block, BLOCK_R rows at a time.
+
+    With BLOCK_R = 128 the block stays in registers; smaller steps read it twice, the second time from the
+    cache, and need fewer registers where elements are loaded one by one.
+    """
     col_groups = tl.cdiv(cols, GROUP)
+    row_groups = tl.cdiv(rows, GROUP)
     pid = tl.program_id(0)
-    r = (pid // col_groups) * GROUP + tl.arange(0, GROUP)
-    c = (pid % col_groups) * GROUP + tl.arange(0, GROUP)
-    row_mask = r < rows
-    col_mask = c < cols
-    x = tl.load(
-        x_ptr + r.to(tl.int64)[:, None] * stride_x + c[None, :],
-        mask=row_mask[:, None] & col_mask[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    scale = scale_of(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), FP8_MAX)
-    return r, c, row_mask, col_mask, to_fp8(x, scale, FP8_MAX, dtype), scale
-
-
-@triton.jit
-def store_block_scale(scale_ptr, scale, outer, inner, stride_scale, outer_groups, inner_groups):
-    """Store the scale of block (outer, inner) at outer*stride_scale + inner."""
-    tl.store(
-        scale_ptr + outer.to(tl.int64) * stride_scale + inner,
-        reciprocal(scale),
-        mask=(outer < outer_groups) & (inner < inner_groups),
-    )
+    row_group = pid // col_groups
+    col_group = pid % col_groups
+    dtype = y_ptr.dtype.element_ty
+    r = row_group * GROUP + tl.arange(0, BLOCK_R)
+    c = col_group * GROUP + tl.arange(0, GROUP)
+    if BLOCK_R == GROUP:
+        x = load_rows(x_ptr, r, c, rows, cols, stride_x)
+        scale = scale_of(block_max(x), FP8_MAX)
+        store_rows(y_ptr, to_fp8(x, scale, FP8_MAX, dtype), r, c, rows, cols, stride_y, TRANSPOSED)
+    else:
+        amax = block_max(load_rows(x_ptr, r, c, rows, cols, stride_x))
+        for step in range(BLOCK_R, GROUP, BLOCK_R):
+            amax = tl.maximum(amax, block_max(load_rows(x_ptr, r + step, c, rows, cols, stride_x)))
+        scale = scale_of(amax, FP8_MAX)
+        for step in range(0, GROUP, BLOCK_R):
+            x = load_rows(x_ptr, r + step, c, rows, cols, stride_x)
+            y = to_fp8(x, scale, FP8_MAX, dtype)
+            store_rows(y_ptr, y, r + step, c, rows, cols, stride_y, TRANSPOSED)
+    if TRANSPOSED:
+        scale_at = col_group.to(tl.int64) * stride_scale + row_group
+    else:
+        scale_at = row_group.to(tl.int64) * stride_scale + col_group
+    exists = (row_group < row_groups) & (col_group < col_groups)
+    tl.store(scale_ptr + scale_at, reciprocal(scale), mask=exists)
 
 
 @kernel(*_ARGS)
 def quant_128x128(
     x_ptr, y_ptr, scale_ptr,
     rows: tl.int32, cols: tl.int32, stride_x: tl.int64, stride_y: tl.int64, stride_scale: tl.int64,
-    FP8_MAX: tl.constexpr,
+    BLOCK_R: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """128x128 groups: y[r, c] at r*stride_y + c, scale at row_group*stride_scale + col_group."""
-    r, c, row_mask, col_mask, y, scale = quant_128x128_tile(
-        x_ptr, rows, cols, stride_x, FP8_MAX, y_ptr.dtype.element_ty
-    )
-    tl.store(
-        y_ptr + r.to(tl.int64)[:, None] * stride_y + c[None, :],
-        y,
-        mask=row_mask[:, None] & col_mask[None, :],
-    )
-    pid = tl.program_id(0)
-    row_groups = tl.cdiv(rows, GROUP)
-    col_groups = tl.cdiv(cols, GROUP)
-    store_block_scale(scale_ptr, scale, pid // col_groups, pid % col_groups, stride_scale, row_groups, col_groups)
+    quant_block(
+        x_ptr, y_ptr, scale_ptr, rows, cols, stride_x, stride_y, stride_scale,
+        BLOCK_R, FP8_MAX, TRANSPOSED=False,
+    )  # fmt: skip
 
 
 @kernel(*_ARGS)
 def quant_128x128_transposed(
     x_ptr, y_ptr, scale_ptr,
     rows: tl.int32, cols: tl.int32, stride_x: tl.int64, stride_y: tl.int64, stride_scale: tl.int64,
-    FP8_MAX: tl.constexpr,
+    BLOCK_R: tl.constexpr, FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """128x128 groups, y transposed: y at c*stride_y + r, scale at col_group*stride_scale + row_group."""
-    r, c, row_mask, col_mask, y, scale = quant_128x128_tile(
-        x_ptr, rows, cols, stride_x, FP8_MAX, y_ptr.dtype.element_ty
-    )
-    tl.store(
-        y_ptr + c.to(tl.int64)[:, None] * stride_y + r[None, :],
-        tl.trans(y),
-        mask=col_mask[:, None] & row_mask[None, :],
-    )
-    pid = tl.program_id(0)
-    row_groups = tl.cdiv(rows, GROUP)
-    col_groups = tl.cdiv(cols, GROUP)
-    store_block_scale(scale_ptr, scale, pid % col_groups, pid // col_groups, stride_scale, col_groups, row_groups)
+    quant_block(
+        x_ptr, y_ptr, scale_ptr, rows, cols, stride_x, stride_y, stride_scale,
+        BLOCK_R, FP8_MAX, TRANSPOSED=True,
+    )  # fmt: skip
 
 
 def _quantizer(name, fn, x_shape, y, scale, tiles, grid, default, promise):
@@ -273,9 +288,9 @@ weight_quant_rhs = _quantizer(
     ("N", "K"),
     y=((Dim("N"), Dim("K")), 0),
     scale=((_groups("N"), _groups("K")), 0),
-    tiles=(),
+    tiles=(Tile("BLOCK_R", 8, 128),),
     grid=(("N", 128), ("K", 128)),
-    default=Config({}, num_warps=8),
+    default=Config({"BLOCK_R": 128}, num_warps=8),
     promise="128x128 groups; y and scale column-major; bit-exact",
 )
 
@@ -285,8 +300,8 @@ weight_quant_transposed_rhs = _quantizer(
     ("N", "K"),
     y=((Dim("K"), Dim("N")), 0),
     scale=((_groups("K"), _groups("N")), 0),
-    tiles=(),
+    tiles=(Tile("BLOCK_R", 8, 128),),
     grid=(("N", 128), ("K", 128)),
-    default=Config({}, num_warps=8),
+    default=Config({"BLOCK_R": 128}, num_warps=8),
     promise="128x128 groups, transposed; y and scale column-major; bit-exact",
 )

@@ -140,7 +140,7 @@ class Runtime:
         with self._lock:
             if key not in state.functions:
                 assert state.bundle is not None
-                if stream is not None and state.driver.is_capturing(stream):
+                if stream is not None and self._capturing(state, stream):
                     raise CaptureError(
                         f"{variant.id} is not loaded yet, and the stream is being captured into a graph: call "
                         "fp8_aot.loader.preload() before the capture"
@@ -149,6 +149,12 @@ class Runtime:
                 state.functions[key] = state.driver.load(state.device.ordinal, image, variant.symbol, variant.shared)
                 self._loads += 1
             return state.functions[key]
+
+    @staticmethod
+    def _capturing(state: DeviceState, stream: int) -> bool:
+        # A thread that has not used the device yet has no context to ask in.
+        with state.driver.on_device(state.device.ordinal):
+            return state.driver.is_capturing(stream)
 
     def preload(self, state: DeviceState, globs: tuple[str, ...]) -> int:
         """Load every variant of the matching kernels; the number of variants.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 
@@ -55,7 +57,13 @@ def main() -> None:
     """Entry point of the ``fp8-aot`` command."""
     # Kernels declared under the interpreter cannot be compiled.
     os.environ.pop("TRITON_INTERPRET", None)
+    # The default would end this process without removing its temporary files and its workers.
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def run(args: list[str], **extra: Any) -> int:
@@ -93,5 +101,5 @@ def _describe(error: Exception) -> tuple[str, int]:
 
 
 def _fail(message: str, status: int) -> int:
-    click.echo(f"fp8-aot: error: {message}", err=True)
+    click.echo(f"fp8-aot: error: {' '.join(message.splitlines())}", err=True)
     return status
