@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8_aot.aot.cells import Cell
-from fp8_aot.aot.errors import UsageError
 from fp8_aot.aot.source import source_sha256
 from fp8_aot.aot.targets import TRITON_TYPES, Target
 from fp8_aot.aot.toolchain import toolchain
 from fp8_aot.aot.worker import Request
-from fp8_aot.kernels.spec import COMPILE_OPTIONS, Argument, Config, KernelSpec, Pointer
+from fp8_aot.kernels.spec import COMPILE_OPTIONS, Config, KernelSpec, Pointer
 
 
 def request(cell: Cell) -> Request:
@@ -33,22 +32,13 @@ def request(cell: Cell) -> Request:
 
 
 def signature(spec: KernelSpec, dtypes: Mapping[str, str], target: Target) -> dict[str, str]:
-    """Triton types of a kernel's run-time arguments.
-
-    Raises:
-        UsageError: a tensor has a dtype that is not known here.
-    """
-
-    def type_of(arg: Argument) -> str:
-        if not isinstance(arg, Pointer):
-            return arg.type
-        dtype = spec.pointer_dtype(arg, dtypes, target.fp8)
-        if dtype not in TRITON_TYPES:
-            known = ", ".join(TRITON_TYPES)
-            raise UsageError(f"kernel {spec.name}: tensor {arg.tensor} has unknown dtype {dtype!r}, known are {known}")
-        return "*" + TRITON_TYPES[dtype]
-
-    return {arg.name: type_of(arg) for arg in spec.args}
+    """Triton types of a kernel's run-time arguments."""
+    return {
+        arg.name: "*" + TRITON_TYPES[spec.pointer_dtype(arg, dtypes, target.fp8)]
+        if isinstance(arg, Pointer)
+        else arg.type
+        for arg in spec.args
+    }
 
 
 def assumed(spec: KernelSpec, specialization: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, cast
 from packaging.version import InvalidVersion, Version
 
 from fp8_aot.aot.errors import UsageError
-from fp8_aot.aot.targets import Target, max_shared
+from fp8_aot.aot.targets import TRITON_TYPES, Target, max_shared
 from fp8_aot.kernels.spec import FP8_MAX, MAX_SIZE, Config, KernelSpec
 
 Specialization = Literal["aligned", "general"]
@@ -219,6 +219,10 @@ def _kernel(table: _Table, targets: Mapping[str, Target]) -> KernelEntry:
     source = table.take("source", str, '"package.module:spec"')
     spec = resolve(source, table)
     dtypes = {axis: table.names(f"{axis}_dtype", legal, "dtype", list(legal)) for axis, legal in spec.dtypes.items()}
+    for tensor in spec.tensors:
+        for dtype in () if tensor.dtype == "fp8" else dtypes.get(tensor.dtype, (tensor.dtype,)):
+            if dtype not in TRITON_TYPES:
+                table.fail(f"tensor {tensor.name} has unknown dtype {dtype!r}, known are {', '.join(TRITON_TYPES)}")
     tiles = table.tables("tiles")
     if not tiles:
         table.fail("is empty, expected at least one tile", "tiles")

@@ -79,13 +79,14 @@ def prepare(scratch: Path) -> None:
 def compile_request(job: Request) -> Compiled | Failed:
     """Compile, in this process."""
     try:
-        return _compile(job)
+        return compiled(triton_compile(job))
     # Compilers raise errors of any type, some of which cannot be pickled: what they say is kept.
     except Exception as error:
         return Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _compile(job: Request) -> Compiled:
+def triton_compile(job: Request) -> Any:
+    """Triton's ``CompiledKernel`` of a request."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -101,7 +102,7 @@ def _compile(job: Request) -> Compiled:
         {(names.index(name),): [["tt.divisibility", 16]] for name in job.aligned},
     )
     target = GPUTarget(job.backend, job.arch, job.warp_size)
-    return compiled(triton.compile(source, target=target, options=job.options))
+    return triton.compile(source, target=target, options=job.options)
 
 
 def compiled(kernel: Any) -> Compiled:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
+
+from msgspec import Struct, structs
 
 Mode = Literal["strict", "warn", "jit"]
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """``mode``: on a miss raise (``strict``) or warn and use the JIT (``warn``); ``jit`` never looks at
     a bundle's objects.  ``bundle_path``: bundle files or folders of them, searched before all else."""
 
@@ -41,9 +41,11 @@ def update(mode: str | None, bundle_path: str | os.PathLike[str] | None) -> None
         ValueError: ``mode`` is not a mode.
     """
     global _settings
-    changed = settings() if mode is None else replace(_settings or Settings("warn", ()), mode=_mode(mode, "mode"))
+    changed = (
+        settings() if mode is None else structs.replace(_settings or Settings("warn", ()), mode=_mode(mode, "mode"))
+    )
     if bundle_path is not None:
-        changed = replace(changed, bundle_path=_paths(os.fspath(bundle_path)))
+        changed = structs.replace(changed, bundle_path=_paths(os.fspath(bundle_path)))
     _settings = changed
 
 

@@ -1,8 +1,8 @@
 """The public contract of the operations: tensors, shapes and layouts, as plain data.
 
 Checks here work on integers, so every front end (torch, raw pointers, the fake implementations)
-applies the same rules and gives the same messages.  Importing this module imports nothing but the
-standard library.
+applies the same rules and gives the same messages.  Importing this module imports neither torch
+nor Triton.
 
 Sizes are named by symbols (``M``, ``N``, ``K``); shapes count elements; strides are in elements.
 """
@@ -10,8 +10,9 @@ Sizes are named by symbols (``M``, ``N``, ``K``); shapes count elements; strides
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 GROUP = 128
 """Width of a scaling group: one scale for 1x128, 128x1 or 128x128 elements."""
@@ -23,8 +24,7 @@ DtypeClass = Literal["high", "fp8", "fp32", "out"]
 """``high``: bf16, fp16 or fp32; ``out``: the same choice, made by the caller; the others are exact."""
 
 
-@dataclass(frozen=True)
-class Dim:
+class Dim(Struct, frozen=True):
     """Extent of one dimension: ``ceil(symbol / group)``."""
 
     symbol: str
@@ -38,8 +38,7 @@ class Dim:
         return self.symbol if self.group == 1 else f"ceil({self.symbol}/{self.group})"
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """A two-dimensional tensor of an operation.
 
     Attributes:
@@ -57,8 +56,7 @@ class Tensor:
     note: str
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(Struct, frozen=True):
     """An operation: its input tensors in the order of its signature, and its outputs in order."""
 
     name: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from fp8_aot.loader.bundle import Bundle
 from fp8_aot.loader.schema import Condition, Kernel, Pointer, Rule, Size, Variant
@@ -14,8 +15,7 @@ MAX_GRID = 2**31 - 1
 _MAX_GRID_YZ = 65_535
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Struct, frozen=True):
     """One decision on the way to a variant: what was looked at, whether it was taken, and why (not)."""
 
     subject: str
@@ -26,8 +26,7 @@ class Step:
         return f"{self.subject}: {'taken' if self.taken else 'passed over'}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The chosen variant, or None, and every step that led there; ``cell`` names what was asked for."""
 
     cell: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from fp8_aot.loader import config
 from fp8_aot.loader.bundle import Bundle
@@ -13,8 +14,7 @@ from fp8_aot.loader.driver import Device, Driver
 from fp8_aot.loader.errors import BundleError
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(Struct, frozen=True):
     """A bundle that the device can run; ``origin`` says how it was found."""
 
     path: Path
@@ -25,8 +25,7 @@ class Accepted:
         return f"{self.path} ({self.origin}): accepted"
 
 
-@dataclass(frozen=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """A bundle or a place that was looked at in vain, and why."""
 
     path: Path

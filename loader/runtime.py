@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec import Struct
 
 from fp8_aot.loader.bundle import Bundle
 from fp8_aot.loader.dispatch import Choice, Step, argument_values, choose, grid_of
@@ -18,8 +19,7 @@ from fp8_aot.loader.schema import Variant
 from fp8_aot.loader.views import TensorView
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(Struct, frozen=True):
     """Counts since the process started.
 
     ``loads``: kernels loaded onto a device; ``launches``: launches of prebuilt kernels; ``misses``:

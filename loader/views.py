@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct, structs
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3fn": 1, "e4m3fnuz": 1}
 """Our dtype names and their sizes in bytes."""
@@ -22,8 +23,7 @@ _DLPACK = {(2, 16): "fp16", (2, 32): "fp32", (4, 16): "bf16", (10, 8): "e4m3fn",
 _DLPACK_BACKENDS = {2: "cuda", 10: "hip"}
 
 
-@dataclass(frozen=True)
-class TensorView:
+class TensorView(Struct, frozen=True):
     """A two-dimensional tensor in device memory.
 
     Attributes:
@@ -52,7 +52,7 @@ class TensorView:
             for extent in reversed(self.shape):
                 strides.append(step)
                 step *= max(extent, 1)
-            object.__setattr__(self, "strides", tuple(reversed(strides)))
+            structs.force_setattr(self, "strides", tuple(reversed(strides)))
 
 
 def as_view(name: str, value: Any) -> TensorView:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,22 @@ def compiling_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def fp8_aot(*args: str | Path, check: bool = True, **extra: Any) -> subprocess.CompletedProcess[str]:
-    """Run the ``fp8-aot`` command in a process of its own."""
+def fp8_aot(
+    *args: str | Path, check: bool = True, env: Mapping[str, str] | None = None, **extra: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the ``fp8-aot`` command in a process of its own, with ``env`` added to the environment."""
     command = [sys.executable, "-m", "fp8_aot.aot", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env=compiling_environment(), **extra)
+    everything = {**compiling_environment(), **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=everything, **extra)
     if check and done.returncode:
         raise AssertionError(f"{command} gave {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.getbasetemp()
+    # With several test processes, each has a folder of its own below a common one.
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +55,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     ``out`` and ``cache`` are folders, ``report`` is what ``fp8-aot build --json`` printed.
     """
-    base = tmp_path_factory.getbasetemp()
-    # With several test processes, each has a folder of its own below a common one.
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared = _shared_folder(tmp_path_factory)
     out, cache, report = shared / "artifacts", shared / "cache", shared / "build.json"
     with FileLock(shared / "build.lock"):
         if not report.exists():
@@ -60,3 +69,24 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def bundles(build: dict[str, Any]) -> Path:
     """A folder with the bundle of every target."""
     return build["out"]
+
+
+@pytest.fixture(scope="session")
+def jit_binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    """What ``jit_binaries.py`` prints for the whole matrix, run once for all test processes."""
+    shared = _shared_folder(tmp_path_factory)
+    found, matrix = shared / "jit.json", ROOT / "build_matrix.toml"
+    with FileLock(shared / "jit.lock"):
+        if not found.exists():
+            script = [sys.executable, Path(__file__).parent / "jit_binaries.py", matrix]
+            targets = tomllib.loads(matrix.read_text())["target"]
+            done = subprocess.run(
+                [*script, *targets],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=compiling_environment(),
+            )
+            assert done.returncode == 0, done.stderr
+            found.write_text(done.stdout)
+    return json.loads(found.read_text())

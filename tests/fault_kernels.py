@@ -15,9 +15,7 @@ _COPY_ARGS = (
 
 
 @kernel(*_COPY_ARGS)
-def _copy(
-    x_ptr, y_ptr, rows: tl.int32, cols: tl.int32, stride_x: tl.int64, stride_y: tl.int64, FAULT: tl.constexpr
-):
+def _copy(x_ptr, y_ptr, rows: tl.int32, cols: tl.int32, stride_x: tl.int64, stride_y: tl.int64, FAULT: tl.constexpr):
     """Copy one row in each program; FAULT is the number of the fault in the test's table."""
     r = tl.program_id(0)
     c = tl.arange(0, 8)
@@ -32,10 +30,7 @@ def _copy(
         tl.load(x.to(tl.pointer_type(tl.int8)), mask=mask, other=0)
     if FAULT == 6:
         tl.load(y, mask=mask, other=0.0)
-    if FAULT == 12:
-        value = tl.load(x, mask=c < 4)
-    else:
-        value = tl.load(x, mask=mask, other=0.0)
+    value = tl.load(x, mask=c < 4) if FAULT == 12 else tl.load(x, mask=mask, other=0.0)
     if FAULT == 2:
         y = y - 1
     if FAULT == 3:

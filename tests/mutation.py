@@ -18,12 +18,16 @@ from fp8_aot.kernels.spec import KernelSpec
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of a module's source: of which access, in which function, and the text that results."""
+    """A change of a module's source: of which access, in which function, and the text that results.
+
+    ``astray`` is the text in which that access goes far away instead, whatever its mask.
+    """
 
     function: str
     access: str
     change: str
     source: str
+    astray: str
 
     def __str__(self) -> str:
         return f"{self.function}: {self.access} {self.change}"
@@ -51,9 +55,10 @@ def replaced(module: ModuleType, old: str, new: str, function: str) -> str:
 def accesses(function: ast.FunctionDef) -> Iterator[ast.Call]:
     """Every call of something called load or store in a function."""
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("load", "store"):
-                yield node
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if node.func.attr in ("load", "store"):
+            yield node
 
 
 def mutations(module: ModuleType) -> Iterator[Mutation]:
@@ -63,14 +68,17 @@ def mutations(module: ModuleType) -> Iterator[Mutation]:
         for call in accesses(function):
             keywords = {k.arg: k.value for k in call.keywords}
             mask = keywords["mask"]
-            access = f"{ast.unparse(call.func)}({ast.unparse(call.args[0])})"
-            nothing = _substitute(source, [(keywords[name], "None") for name in ("mask", "other") if name in keywords])
-            yield Mutation(function.name, access, "without mask", nothing)
+            pointer = ast.unparse(call.args[0])
+            access = f"{ast.unparse(call.func)}({pointer})"
+            astray = _substitute(source, [(call.args[0], f"({pointer}) + (1 << 50)")])
+            nothing = [(keywords[name], "None") for name in ("mask", "other") if name in keywords]
+            changes = [("without mask", nothing)]
             value = _assigned(function, mask.id) if isinstance(mask, ast.Name) else mask
             if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitAnd):
                 for kept, dropped in ((value.left, value.right), (value.right, value.left)):
-                    text = _substitute(source, [(mask, ast.unparse(kept))])
-                    yield Mutation(function.name, access, f"without {ast.unparse(dropped)}", text)
+                    changes.append((f"without {ast.unparse(dropped)}", [(mask, ast.unparse(kept))]))
+            for change, edits in changes:
+                yield Mutation(function.name, access, change, _substitute(source, edits), astray)
 
 
 def users(module: ModuleType, function: str) -> list[KernelSpec]:

@@ -8,20 +8,21 @@ same kernels elsewhere (pytorch/ao #4036, #4634, #4627), and every mask there is
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import fault_kernels
 import numpy as np
 import pytest
 import torch
+from checked_builder import OutOfBounds, Unchecked, WrongCoverage
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from interp import OutOfBounds, Unchecked, WrongCoverage, allocate, label, matrix_configs, run
-from mutation import Mutation, accesses, load_mutated, mutations, replaced, users
+from interp import allocate, label, matrix_configs, run
+from mutation import Mutation, accesses, load_mutated, mutations, users
 
 import fp8_aot.kernels
 from fp8_aot.kernels import SPECS, gemm, quant
@@ -42,45 +43,46 @@ IN_BOUNDS_BY_CONSTRUCTION = {
     ("gemm_1x128_128x128_kernel", "tl.load(b_s_ptrs)"): (
         "a scalar: a tile of at most 128 columns lies in one block of 128, and every program has a tile"
     ),
-    ("store_block_scale", "tl.store(scale_ptr + outer.to(tl.int64) * stride_scale + inner)"): (
+    ("quant_block", "tl.store(scale_ptr + scale_at)"): (
         "a scalar: the grid has one program for each block, and each stores its own scale"
     ),
 }
 """Accesses that stay in bounds without their mask: function, access, reason."""
 
 
-def launch(
-    spec: KernelSpec, config: Config, sizes: Mapping[str, int], *, pad: int = 0, offset: int = 0
-) -> None:
+def launch(spec: KernelSpec, config: Config, sizes: Mapping[str, int], *, pad: int = 0, offset: int = 0) -> None:
     """A launch on tensors of any content, for its checks."""
     dtypes = {axis: names[0] for axis, names in spec.dtypes.items()}
     run(spec, allocate(spec, sizes, dtypes, pad=pad, offset=offset), config)
 
 
 def sizes_of(spec: KernelSpec, m: int, n: int, k: int) -> dict[str, int]:
-    """Values of a kernel's size symbols, which take m, n and k in turn."""
-    return dict(zip(spec.symbols, (m, n, k), strict=False))
+    """Values of a kernel's size symbols."""
+    values = {"M": m, "N": n, "K": k, "R": m, "C": k}
+    return {symbol: values[symbol] for symbol in spec.symbols}
 
 
 @per_tile
 @settings(deadline=None, derandomize=True, max_examples=6, database=None)
 @given(
-    m=st.integers(0, 300), n=st.integers(0, 200), k=st.integers(0, 300), pad=st.integers(0, 40), offset=st.integers(0, 40)
+    m=st.integers(0, 300),
+    n=st.integers(0, 200),
+    k=st.integers(0, 300),
+    pad=st.integers(0, 40),
+    offset=st.integers(0, 40),
 )
 @example(m=1, n=1, k=1, pad=0, offset=0)
 @example(m=13, n=129, k=127, pad=3, offset=0)
 @example(m=128, n=128, k=128, pad=0, offset=0)
 @example(m=257, n=131, k=130, pad=1, offset=5)
-def test_in_bounds_and_complete(
-    name: str, config: Config, m: int, n: int, k: int, pad: int, offset: int
-) -> None:
+def test_in_bounds_and_complete(name: str, config: Config, m: int, n: int, k: int, pad: int, offset: int) -> None:
     """Any shape, views with gaps between rows: only elements are touched, each output element once."""
     spec = SPECS[name]
     launch(spec, config, sizes_of(spec, m, n, k), pad=pad, offset=offset)
 
 
 @per_kernel
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**36])
+@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**33])
 def test_strides_beyond_32_bits(name: str, stride: int) -> None:
     """Rows far apart: the same results as with rows side by side, so no offset is computed in 32 bits."""
     spec = SPECS[name]
@@ -116,9 +118,10 @@ def test_sizes_up_to_the_largest(name: str, config: Config, huge: str) -> None:
         tensors[t.name] = torch.zeros(1, 1, dtype=dtype).expand(shape)
         strides[t.name] = shape[t.unit_dim] + 1
     (programs,) = spec.grid_size(sizes, config)
-    chosen = {0, 1, programs // 2, programs // 2 + 1, programs - 2, programs - 1} & set(range(programs))
-    if programs <= 2**31:
-        run(spec, tensors, config, strides=strides, programs=sorted(chosen))
+    if programs >= 2**31:
+        pytest.skip("more programs than a grid can have")
+    chosen = {0, 1, programs // 2, programs // 2 + 1, programs - 2, programs - 1}
+    run(spec, tensors, config, strides=strides, programs=sorted(p for p in chosen if p >= 0))
 
 
 def test_every_access_has_a_mask() -> None:
@@ -145,41 +148,41 @@ def test_every_access_has_a_mask() -> None:
 
 
 def assert_caught(
-    module, function: str, old: str, new: str, name: str, sizes: dict[str, int], tensor: str, tmp_path: Path
+    module: ModuleType, function: str, access: str, name: str, sizes: dict[str, int], tensor: str, folder: Path
 ) -> None:
-    """The changed kernel is stopped at ``tensor``, and the true one is not."""
+    """Without the mask of one access the kernel is stopped at ``tensor``, and with it it is not."""
     config = Config({t.name: min(t.most, 256) for t in SPECS[name].tiles})
     launch(SPECS[name], config, sizes)
-    changed = load_mutated(replaced(module, old, new, function), tmp_path)[name]
+    (mutation,) = (
+        m
+        for m in mutations(module)
+        if m.function == function and m.access.startswith(access) and m.change == "without mask"
+    )
     with pytest.raises(OutOfBounds, match=rf"(loads from|stores to) {tensor} at element"):
-        launch(changed, config, sizes)
+        launch(load_mutated(mutation.source, folder)[name], config, sizes)
 
 
 @pytest.mark.parametrize("name", ["gemm_1x128_128x128", "gemm_1x128_128x1"])
 @pytest.mark.parametrize("m", [2, 3, 4, 13, 26, 67])
 def test_unmasked_a_scales_are_caught(name: str, m: int, tmp_path: Path) -> None:
     """pytorch/ao #4634: a_s is read up to BLOCK_M - 1 rows too far, by all its own test shapes."""
-    old, new = "tl.load(a_s_ptrs, mask=m_mask, other=0.0)", "tl.load(a_s_ptrs)"
     sizes = {"M": m, "N": 128, "K": 128}
-    assert_caught(gemm, f"{name}_kernel", old, new, name, sizes, "a_s", tmp_path)
+    assert_caught(gemm, f"{name}_kernel", "tl.load(a_s_ptr", name, sizes, "a_s", tmp_path)
 
 
 @pytest.mark.parametrize("n", [128, 129, 384])
 def test_unmasked_b_scales_are_caught(n: int, tmp_path: Path) -> None:
     """pytorch/ao #4634: b_s of 128x1 groups is read too far wherever BLOCK_N does not divide N."""
-    old, new = "tl.load(b_s_ptrs, mask=n_mask, other=0.0)", "tl.load(b_s_ptrs)"
     sizes = {"M": 256, "N": n, "K": 128}
-    assert_caught(
-        gemm, "gemm_1x128_128x1_kernel", old, new, "gemm_1x128_128x1", sizes, "b_s", tmp_path
-    )
+    name = "gemm_1x128_128x1"
+    assert_caught(gemm, f"{name}_kernel", "tl.load(b_s_ptr", name, sizes, "b_s", tmp_path)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 13])
 def test_unmasked_row_scales_are_caught(m: int, tmp_path: Path) -> None:
     """pytorch/ao #4036: scales of rows >= M land in the next column."""
-    old, new = "reciprocal(scale), mask=row_mask)", "reciprocal(scale))"
     sizes = {"M": m, "K": 512}
-    assert_caught(quant, "quant_1x128", old, new, "act_quant_lhs", sizes, "scale", tmp_path)
+    assert_caught(quant, "quant_1x128", "tl.store(scale_ptr", "act_quant_lhs", sizes, "scale", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -208,39 +211,38 @@ def test_unmasked_mx_scales_are_right_where_tiles_divide() -> None:
 # --- Every mask ---
 
 
-@functools.cache
-def all_mutations() -> list[tuple[str, str, Mutation]]:
-    """Every mutation of every module with each kernel that it changes."""
-    return [
-        (module.__name__, spec.name, mutation)
-        for module in MODULES
-        for mutation in mutations(module)
-        for spec in users(module, mutation.function)
-    ]
+ALL_MUTATIONS = [(module, mutation) for module in MODULES for mutation in mutations(module)]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "mutation"), [pytest.param(*m, id=f"{m[1]}-{m[2]}") for m in all_mutations()]
-)
-def test_every_mask_is_needed_and_its_absence_found(
-    module: str, name: str, mutation: Mutation, tmp_path: Path
-) -> None:
-    """Without it (or without half of it) some launch is stopped, save where a listed reason says otherwise."""
-    changed = load_mutated(mutation.source, tmp_path)[name]
-    needed = (mutation.function, mutation.access) not in IN_BOUNDS_BY_CONSTRUCTION
+def stopped(spec: KernelSpec) -> OutOfBounds | None:
+    """The error of the first launch that is stopped, over all tails and tiles, if there is one."""
     for sizes in TAILS:
-        for config in reversed(matrix_configs(name)):
+        for config in reversed(matrix_configs(spec.name)):
             try:
-                launch(changed, config, sizes_of(changed, *sizes))
+                launch(spec, config, sizes_of(spec, *sizes))
             except OutOfBounds as error:
-                assert needed, f"not in bounds by construction: {error}"
-                return
-    assert not needed, "no launch was stopped"
+                return error
+    return None
+
+
+@pytest.mark.parametrize(("module", "mutation"), [pytest.param(*m, id=str(m[1])) for m in ALL_MUTATIONS])
+def test_every_mask_is_needed_and_its_absence_found(module: ModuleType, mutation: Mutation, tmp_path: Path) -> None:
+    """Without it, or without half of it, each kernel with this access is stopped in some launch.
+
+    Or in none, where a listed reason says so.  A kernel has an access if it stops once that goes astray.
+    """
+    changed, astray = (load_mutated(text, tmp_path) for text in (mutation.source, mutation.astray))
+    needed = (mutation.function, mutation.access) not in IN_BOUNDS_BY_CONSTRUCTION
+    have = [spec.name for spec in users(module, mutation.function) if stopped(astray[spec.name])]
+    assert have, "no kernel makes this access"
+    for name in have:
+        error = stopped(changed[name])
+        assert (error is not None) == needed, f"{name}: {error or 'no launch was stopped'}"
 
 
 def test_listed_accesses_exist() -> None:
     """The list of exceptions has no stale entries."""
-    assert IN_BOUNDS_BY_CONSTRUCTION.keys() <= {(m.function, m.access) for _, _, m in all_mutations()}
+    assert IN_BOUNDS_BY_CONSTRUCTION.keys() <= {(m.function, m.access) for _, m in ALL_MUTATIONS}
 
 
 # --- The checker itself ---
@@ -262,7 +264,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("number", "fault"), enumerate(FAULTS))
+@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS)))
 def test_the_checker_names_each_fault(number: int, fault: str) -> None:
     """A copy of 3 rows of 5, two elements apart, that goes wrong in one way at a time."""
     spec = fault_kernels.copy

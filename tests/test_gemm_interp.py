@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from interp import TORCH, allocate, label, matrix_configs, run
+from interp import allocate, label, matrix_configs, run
 from mutation import load_mutated, replaced
 
 from fp8_aot.kernels import SPECS, gemm
@@ -38,9 +38,7 @@ UPSTREAM = (
 per_fp8 = pytest.mark.parametrize("fp8", FP8)
 per_out = pytest.mark.parametrize("out", OUT)
 per_gemm = pytest.mark.parametrize("name", GEMMS)
-per_tile = pytest.mark.parametrize(
-    ("name", "config"), [pytest.param(n, c, id=f"{n}-{label(c)}") for n, c in TILES]
-)
+per_tile = pytest.mark.parametrize(("name", "config"), [pytest.param(n, c, id=f"{n}-{label(c)}") for n, c in TILES])
 
 
 def small(size: int) -> int:
@@ -48,9 +46,7 @@ def small(size: int) -> int:
     return size if size <= 1024 else 512 + size % 512
 
 
-def operands(
-    name: str, m: int, n: int, k: int, fp8: str, out: str, seed: int, pad: int = 0
-) -> dict[str, torch.Tensor]:
+def operands(name: str, m: int, n: int, k: int, fp8: str, out: str, seed: int, pad: int = 0) -> dict[str, torch.Tensor]:
     """Tensors of a launch: fp8 values and scales such that no fp16 result overflows, all scales different.
 
     Odd seeds take any finite fp8 byte, even ones normal numbers; NaN lies between rows.
@@ -80,9 +76,7 @@ def assert_within_bound(name: str, tensors: dict[str, torch.Tensor], out: str) -
     a, b, a_s, c = (oracle.exact(tensors[t]) for t in ("a", "b", "a_s", "c"))
     with np.errstate(invalid="ignore"):
         value, error = oracle.gemm(a, b, a_s, wide(tensors["b_s"], name, b.shape[1]))
-        low, high = (
-            np.where(np.isfinite(value), value + side * error, value) for side in (-1, 1)
-        )
+        low, high = (np.where(np.isfinite(value), value + side * error, value) for side in (-1, 1))
     if out != "fp32":
         low, high = oracle.round_to(low, out), oracle.round_to(high, out)
     np.testing.assert_array_equal(np.isnan(c), np.isnan(value))
@@ -240,7 +234,10 @@ def quantized(name: str, x: torch.Tensor, fp8: str) -> tuple[torch.Tensor, torch
         ("acc += product * a_s[:, None] * b_s[None, :]", "acc = product * a_s[:, None] * b_s[None, :]"),
         ("a_s_ptrs += stride_a_s", "a_s_ptrs += 0"),
         ("b_s_ptrs += stride_b_s", "b_s_ptrs += 0"),
-        ("acc += product * a_s[:, None] * b_s[None, :]", "acc += product.to(tl.bfloat16).to(tl.float32) * a_s[:, None] * b_s[None, :]"),
+        (
+            "acc += product * a_s[:, None] * b_s[None, :]",
+            "acc += product.to(tl.bfloat16).to(tl.float32) * a_s[:, None] * b_s[None, :]",
+        ),
     ],
 )
 def test_the_bound_sees_a_wrong_kernel(old: str, new: str, tmp_path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import oracle
 import numpy as np
+import oracle
 import pytest
 import torch
+from checked_builder import FLOATS, OutOfRange
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from interp import FLOATS, TORCH, TRITON, OutOfRange, allocate, label, matrix_configs, run
+from interp import TORCH, TRITON, allocate, label, matrix_configs, run
 from mutation import load_mutated, replaced
 from torchao.prototype.blockwise_fp8_training import kernels as torchao
 
@@ -71,17 +72,13 @@ def quantize(
     """A quantizer's fp8 bytes and fp32 scales, from the interpreter."""
     rows, cols = (d.symbol for d in spec.tensors[0].shape)
     dtype = next(name for name, known in TORCH.items() if known == x.dtype)
-    tensors = allocate(
-        spec, {rows: x.shape[0], cols: x.shape[1]}, {"in": dtype}, fp8, pad=pad, offset=pad
-    )
+    tensors = allocate(spec, {rows: x.shape[0], cols: x.shape[1]}, {"in": dtype}, fp8, pad=pad, offset=pad)
     tensors[spec.tensors[0].name].copy_(x)
     run(spec, tensors, config, fp8)
     return tensors["y"].view(torch.uint8).numpy(), tensors["scale"].numpy()
 
 
-def assert_same(
-    got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], fp8: str
-) -> None:
+def assert_same(got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], fp8: str) -> None:
     """The same bytes and scale bits, where any NaN is as good as another."""
     values = oracle.fp8_values(fp8)
     got_y, expected_y = (np.where(np.isnan(values[y]), 0x80, y) for y, _ in (got, expected))
@@ -144,9 +141,7 @@ def test_bf16_conversions_of_the_interpreter_round_to_nearest_even() -> None:
 @per_dtype
 @per_tile
 @settings(deadline=None, derandomize=True, max_examples=4, database=None)
-@given(
-    rows=st.sampled_from(SIZES), cols=st.sampled_from(SIZES), pad=st.integers(0, 9), seed=st.integers(0, 999)
-)
+@given(rows=st.sampled_from(SIZES), cols=st.sampled_from(SIZES), pad=st.integers(0, 9), seed=st.integers(0, 999))
 @example(rows=129, cols=257, pad=0, seed=1)
 @example(rows=0, cols=5, pad=0, seed=0)
 @example(rows=5, cols=0, pad=0, seed=0)
@@ -223,9 +218,7 @@ def test_a_missing_clamp_is_seen(fp8: str, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("special", "value", "stored"), [(np.nan, np.nan, np.nan), (np.inf, 0.0, np.inf), (-np.inf, 0.0, np.inf)]
 )
-def test_nan_and_inf_stay_in_their_group(
-    name: str, fp8: str, special: float, value: float, stored: float
-) -> None:
+def test_nan_and_inf_stay_in_their_group(name: str, fp8: str, special: float, value: float, stored: float) -> None:
     """NaN: the whole group and its scale; Inf: itself NaN, the rest 0, scale Inf; other groups: untouched."""
     x = torch.ones(256, 256)
     x[130, 140] = special

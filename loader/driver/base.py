@@ -8,8 +8,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
+
+from msgspec import Struct, field
 
 from fp8_aot.loader.driver.launch import Foreign, Function, Launcher
 from fp8_aot.loader.errors import DriverError
@@ -17,8 +18,7 @@ from fp8_aot.loader.errors import DriverError
 Backend = Literal["cuda", "hip"]
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Struct, frozen=True):
     """A GPU that the driver shows to this process.
 
     Attributes:
@@ -40,8 +40,7 @@ class Device:
     multiprocessors: int
 
 
-@dataclass(slots=True)
-class _Image:
+class _Image(Struct):
     """A library that the driver holds for this process, and how many loads stand on it."""
 
     key: tuple[int | None, bytes]

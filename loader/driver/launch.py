@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from fp8_aot.loader.errors import DriverError
 
@@ -24,8 +25,7 @@ _BUFFER_SIZE = 2
 _GRID_BITS = 31
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Struct, frozen=True):
     """A loaded kernel on one device.
 
     Attributes:
