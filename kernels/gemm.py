@@ -50,7 +50,7 @@ def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl
     """Tile of a program: GROUP_M tile rows are walked column by column, so that they share B in L2."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    in_band = GROUP_M * tiles_n
+    in_band = tl.minimum(GROUP_M, tiles_m) * tiles_n  # at most the number of tiles, so it fits in 32 bits
     first_m = (pid // in_band) * GROUP_M
     band_m = tl.minimum(tiles_m - first_m, GROUP_M)
     return first_m + (pid % in_band) % band_m, (pid % in_band) // band_m

@@ -27,8 +27,10 @@ class Bundle:
         self.path = path
         try:
             data = path.read_bytes()
-        except OSError as error:
-            raise BundleError(f"{path}: cannot read the bundle: {error.strerror}") from None
+        except FileNotFoundError:
+            raise BundleError(f"{path}: does not exist") from None
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path}: cannot be read: {error}") from None
         self._entries = read(data, str(path))
         self.manifest: Manifest = decode(bytes(self._entries["manifest.json"]), str(path))
         self.kernels: dict[str, Kernel] = {k.name: k for k in self.manifest.kernels}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def _candidates() -> Iterator[tuple[Path, str]]:
     places += [(path, "installed wheel") for path in _installed()]
     places += [(Path("artifacts"), "./artifacts")]
     for path, origin in places:
-        files = sorted(path.glob("*.zip")) if path.is_dir() else [path]
+        # os.path.isdir, since Path.is_dir raises where a folder above may not be read.
+        files = sorted(path.glob("*.zip")) if os.path.isdir(path) else [path]
         for file in files:
             yield file, origin
         if not files:
@@ -68,10 +70,8 @@ def _installed() -> list[Path]:
 
 
 def _decide(path: Path, origin: str, backend: str, arch: str, version: int) -> Decision:
-    if path.is_dir():
+    if os.path.isdir(path):
         return Rejected(path, origin, "holds no bundle (*.zip)")
-    if not path.exists():
-        return Rejected(path, origin, "does not exist")
     try:
         bundle = Bundle(path)
     except BundleError as error:

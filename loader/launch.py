@@ -28,7 +28,7 @@ def launch(
         tensors: by name, all that the kernel reads and writes: TensorViews, torch tensors, or objects with
             ``__cuda_array_interface__`` or DLPack.  They stay alive until the kernel has run: that is the
             caller's duty.
-        stream: the driver's stream handle; 0 is the default stream.
+        stream: the driver's stream handle, an integer; 0 is the default stream.
         device: ordinal of the device where no tensor says it; the current device by default.
         backend: ``"cuda"`` or ``"hip"``; by default that of the driver that this machine has.
         scratch: device memory for a kernel that needs global scratch, at least as large as it says.
@@ -37,14 +37,20 @@ def launch(
         TypeError, ValueError: a tensor is missing or unknown, or its dtype, shape or layout is not the
             kernel's; sizes that need too large a grid.
         MissError: no prebuilt kernel fits.
-        CaptureError, IntegrityError, DriverError: as ``Runtime.plan``.
+        CaptureError: the kernel is not loaded yet, and the stream is being captured into a graph.
+        ForkError: this process was forked from one in which the loader had used the driver.
+        IntegrityError, DriverError: the kernel's object is damaged; the driver is missing, or refused.
     """
+    if not isinstance(stream, int) or not 0 <= stream < 2**64:
+        raise TypeError(f"stream is {stream!r}, expected the driver's handle, an integer")
     views = {name: as_view(name, value) for name, value in tensors.items()}
     state = _state(views, device, backend)
     if state.bundle is None:
-        raise MissError(str_of(kernel, state))
+        runtime.misses.add()
+        raise MissError(_no_bundle(kernel, state))
     entry = state.bundle.kernels.get(kernel)
     if entry is None:
+        runtime.misses.add()
         raise MissError(f"{state.bundle.path} has no kernel {kernel}, it has {', '.join(state.bundle.kernels)}")
     fp8 = state.bundle.manifest.target.fp8
     sizes = check_tensors(entry, views)
@@ -53,9 +59,9 @@ def launch(
         return
     plan, choice = runtime.plan(state, kernel, dtypes, sizes, views, stream)
     if plan is None:
-        runtime.misses += 1
+        runtime.misses.add()
         raise MissError(f"no prebuilt kernel for {choice.cell}: {choice.reason}")
-    memory = as_scratch(plan.scratch_bytes, scratch)
+    memory = as_scratch(plan.scratch_bytes, plan.variant.global_scratch.align, scratch)
     pointers = tuple(views[arg.tensor].ptr for arg in entry.args if isinstance(arg, Pointer))
     if state.driver.current_device() == state.device.ordinal:
         plan.launch(pointers, stream, memory)
@@ -64,21 +70,33 @@ def launch(
             plan.launch(pointers, stream, memory)
 
 
-def as_scratch(need: int, scratch: Any) -> int:
+def as_scratch(need: int, align: int, scratch: Any) -> int:
     """The address of scratch memory; 0 where none is needed.
 
     Raises:
-        ValueError: it is needed and missing, or too small.
+        TypeError: it is needed and of a type whose address is not known.
+        ValueError: it is needed and missing, too small, or not aligned.
     """
     if not need:
         return 0
     have = 0 if scratch is None else int(getattr(scratch, "nbytes", 0))
     if have < need:
         raise ValueError(f"scratch has {have} bytes, this launch needs {need}")
-    return int(scratch.data_ptr() if hasattr(scratch, "data_ptr") else scratch.ptr)
+    if hasattr(scratch, "data_ptr"):
+        address = int(scratch.data_ptr())
+    elif hasattr(scratch, "__cuda_array_interface__"):
+        address = int(scratch.__cuda_array_interface__["data"][0])
+    else:
+        raise TypeError(
+            f"scratch is a {type(scratch).__name__}, expected a torch tensor, or an object with nbytes and "
+            "__cuda_array_interface__"
+        )
+    if address % max(align, 1):
+        raise ValueError(f"scratch is at {address:#x}, this launch needs a multiple of {align}")
+    return address
 
 
-def str_of(kernel: str, state: DeviceState) -> str:
+def _no_bundle(kernel: str, state: DeviceState) -> str:
     """One line for a miss because no bundle was accepted."""
     choice = state.no_bundle(kernel)
     looked = "; ".join(str(decision) for decision in state.decisions)
@@ -89,6 +107,7 @@ def _state(views: Mapping[str, TensorView], device: int | None, backend: str | N
     backends = {view.backend for view in views.values() if view.backend} | ({backend} if backend else set())
     if len(backends) > 1:
         raise ValueError(f"tensors are of different backends: {', '.join(sorted(backends))}")
+    runtime.check_fork()
     driver = get_driver(backends.pop()) if backends else default_driver()
     ordinals = {view.device for view in views.values() if view.device is not None}
     ordinals |= {device} if device is not None else set()

@@ -57,7 +57,7 @@ def act_quant_lhs(x: torch.Tensor, *, out: Sequence[torch.Tensor] | None = None)
         TypeError, ValueError: an argument does not fit; nothing was launched.
         MissError: mode ``strict``, and no prebuilt kernel fits.
     """
-    return _act_quant_lhs(x, out=out)
+    return _act_quant_lhs.quantize(x, out)
 
 
 def act_quant_transposed_lhs(x: torch.Tensor, *, out: Sequence[torch.Tensor] | None = None) -> _Pair:
@@ -74,7 +74,7 @@ def act_quant_transposed_lhs(x: torch.Tensor, *, out: Sequence[torch.Tensor] | N
     Raises:
         As :func:`act_quant_lhs`.
     """
-    return _act_quant_transposed_lhs(x, out=out)
+    return _act_quant_transposed_lhs.quantize(x, out)
 
 
 def act_quant_rhs(x: torch.Tensor, *, out: Sequence[torch.Tensor] | None = None) -> _Pair:
@@ -91,7 +91,7 @@ def act_quant_rhs(x: torch.Tensor, *, out: Sequence[torch.Tensor] | None = None)
     Raises:
         As :func:`act_quant_lhs`.
     """
-    return _act_quant_rhs(x, out=out)
+    return _act_quant_rhs.quantize(x, out)
 
 
 def weight_quant_rhs(w: torch.Tensor, *, out: Sequence[torch.Tensor] | None = None) -> _Pair:
@@ -108,7 +108,7 @@ def weight_quant_rhs(w: torch.Tensor, *, out: Sequence[torch.Tensor] | None = No
     Raises:
         As :func:`act_quant_lhs`.
     """
-    return _weight_quant_rhs(w, out=out)
+    return _weight_quant_rhs.quantize(w, out)
 
 
 def weight_quant_transposed_rhs(w: torch.Tensor, *, out: Sequence[torch.Tensor] | None = None) -> _Pair:
@@ -125,7 +125,7 @@ def weight_quant_transposed_rhs(w: torch.Tensor, *, out: Sequence[torch.Tensor] 
     Raises:
         As :func:`act_quant_lhs`.
     """
-    return _weight_quant_transposed_rhs(w, out=out)
+    return _weight_quant_transposed_rhs.quantize(w, out)
 
 
 def gemm_1x128_128x128(
@@ -155,7 +155,7 @@ def gemm_1x128_128x128(
     Raises:
         As :func:`act_quant_lhs`.
     """
-    return _gemm_1x128_128x128(a, b, a_s, b_s, out=None if out is None else (out,), out_dtype=out_dtype)[0]
+    return _gemm_1x128_128x128.multiply(a, b, a_s, b_s, out_dtype, out)
 
 
 def gemm_1x128_128x1(
@@ -179,4 +179,4 @@ def gemm_1x128_128x1(
     Raises:
         As :func:`act_quant_lhs`.
     """
-    return _gemm_1x128_128x1(a, b, a_s, b_s, out=None if out is None else (out,), out_dtype=out_dtype)[0]
+    return _gemm_1x128_128x1.multiply(a, b, a_s, b_s, out_dtype, out)

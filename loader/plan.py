@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fp8_aot.loader.driver import Driver, Function, LaunchBuffer
 from fp8_aot.loader.schema import Kernel, Pointer, Size, Variant
-
-
-class _Slot:
-    """A parameter buffer and how often it was launched with."""
-
-    __slots__ = ("buffer", "launches")
-
-    def __init__(self, buffer: LaunchBuffer) -> None:
-        self.buffer = buffer
-        self.launches = 0
 
 
 class Plan:
@@ -30,14 +20,13 @@ class Plan:
     """
 
     __slots__ = (
+        "_count",
         "_grid",
         "_launcher",
         "_offset",
         "_pack",
         "_pool",
         "_scratch_offset",
-        "_size",
-        "_slots",
         "_template",
         "scratch_bytes",
         "variant",
@@ -51,12 +40,25 @@ class Plan:
         variant: Variant,
         values: Mapping[str, int],
         grid: tuple[int, int, int],
+        count: Callable[[], object],
     ) -> None:
+        """Prepare launches.
+
+        Args:
+            driver: the driver of the device.
+            function: the loaded variant.
+            kernel: what the variant is one of.
+            variant: the variant.
+            values: values of the kernel's sizes and strides, by argument name.
+            grid: the launch grid, no dimension 0.
+            count: called after each launch.
+        """
         self.variant = variant
         self._grid = grid
-        self._size = max(p.offset + p.size for p in variant.params)
-        self._launcher = driver.launcher(function, variant.threads, variant.shared, self._size, variant.num_ctas)
-        template = bytearray(self._size)
+        self._count = count
+        size = max(p.offset + p.size for p in variant.params)
+        self._launcher = driver.launcher(function, variant.threads, variant.shared, size, variant.num_ctas)
+        template = bytearray(size)
         pointers = []
         for arg, param in zip(kernel.args, variant.params, strict=False):
             if isinstance(arg, Pointer):
@@ -64,16 +66,13 @@ class Plan:
             else:
                 struct.pack_into("<i" if isinstance(arg, Size) else "<q", template, param.offset, values[arg.name])
         self._template = bytes(template)
-        # Kernels take their pointers first and together, so that one pack fills in all of them.
+        # A manifest's pointers lie next to each other, so that one pack fills in all of them.
         self._offset = pointers[0]
-        if pointers != [pointers[0] + 8 * i for i in range(len(pointers))]:
-            raise ValueError(f"{variant.id}: pointer arguments are not next to each other: {pointers}")
         self._pack = struct.Struct(f"<{len(pointers)}Q").pack_into
         blocks = grid[0] * grid[1] * grid[2] * variant.num_ctas
         self.scratch_bytes = variant.global_scratch.size * blocks
         self._scratch_offset = variant.params[len(kernel.args)].offset
-        self._pool: list[_Slot] = []
-        self._slots: list[_Slot] = []
+        self._pool: list[LaunchBuffer] = []
 
     def launch(self, pointers: tuple[int, ...], stream: int, scratch: int = 0) -> None:
         """Launch on a stream of the device's current context; ``pointers`` in argument order.
@@ -83,25 +82,21 @@ class Plan:
         """
         pool = self._pool
         try:
-            slot = pool.pop()
+            buffer = pool.pop()
         except IndexError:
-            slot = self._new_slot()
-        buffer = slot.buffer
-        self._pack(buffer.data, self._offset, *pointers)
-        if scratch:
-            struct.pack_into("<Q", buffer.data, self._scratch_offset, scratch)
-        x, y, z = self._grid
-        self._launcher(x, y, z, stream, buffer)
-        slot.launches += 1
-        pool.append(slot)
+            buffer = self._new_buffer()
+        try:
+            self._pack(buffer.data, self._offset, *pointers)
+            if scratch:
+                struct.pack_into("<Q", buffer.data, self._scratch_offset, scratch)
+            x, y, z = self._grid
+            self._launcher(x, y, z, stream, buffer)
+        finally:
+            # The driver has copied the parameters, or refused them.
+            pool.append(buffer)
+        self._count()
 
-    @property
-    def launches(self) -> int:
-        """How many launches there were.  Each slot counts its own: only one thread uses it at a time."""
-        return sum(slot.launches for slot in list(self._slots))
-
-    def _new_slot(self) -> _Slot:
-        slot = _Slot(self._launcher.buffer())
-        struct.pack_into(f"<{self._size}s", slot.buffer.data, 0, self._template)
-        self._slots.append(slot)
-        return slot
+    def _new_buffer(self) -> LaunchBuffer:
+        buffer = self._launcher.buffer()
+        struct.pack_into(f"<{len(self._template)}s", buffer.data, 0, self._template)
+        return buffer

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
 
 from fp8_aot.loader.bundle import Bundle
+from fp8_aot.loader.counter import Counter
 from fp8_aot.loader.dispatch import Choice, Step, argument_values, choose, grid_of
 from fp8_aot.loader.driver import Device, Driver, Function, get_driver
 from fp8_aot.loader.errors import CaptureError, DriverError, ForkError
 from fp8_aot.loader.find import Accepted, Decision, find
 from fp8_aot.loader.plan import Plan
-from fp8_aot.loader.schema import Variant
+from fp8_aot.loader.schema import Pointer, Variant
 from fp8_aot.loader.views import TensorView
+
+_MAX_PLANS = 4096
+"""Plans kept per device; a workload with more combinations of sizes and strides than this starts over."""
 
 
 class Stats(Struct, frozen=True):
@@ -40,8 +45,8 @@ class DeviceState:
         self.device = device
         self.decisions: tuple[Decision, ...] = find(driver, device)
         self.bundle: Bundle | None = next((d.bundle for d in self.decisions if isinstance(d, Accepted)), None)
-        self.functions: dict[tuple[str, str], Function] = {}
-        self.plans: list[Plan] = []
+        self.functions: dict[tuple[str, str, int], Function] = {}
+        self.plans: dict[tuple[str | int, ...], Plan] = {}
 
     def no_bundle(self, cell: str) -> Choice:
         """A choice that fails because no bundle was accepted for this device."""
@@ -53,46 +58,62 @@ class DeviceState:
 
 
 class Runtime:
-    """Loads and plans, under one lock; launching takes no lock."""
+    """Loads under one lock; launching takes no lock.
+
+    Attributes:
+        launches, misses, fallbacks: what :class:`Stats` counts.
+        on_change: called when every plan has become void.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._reading = threading.Lock()
         self._states: dict[tuple[str, int], DeviceState] = {}
-        self._retired_launches = 0
-        self._loads = self.misses = self.fallbacks = 0
-        self._forked = False
+        self._loads = 0
+        self.launches, self.misses, self.fallbacks = Counter(), Counter(), Counter()
+        self._used = self._forked = False
         self.on_change: list[Callable[[], None]] = []
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        # The child has a copy of the parent's handles and no driver behind them; another thread of the
-        # parent may have held the lock.
+        # The child has a copy of the parent's handles and no driver behind them: even a driver that had only
+        # been initialised refuses every call.  Another thread of the parent may have held a lock.
         self._lock = threading.RLock()
-        self._forked = self._forked or any(state.functions for state in self._states.values())
+        self._reading = threading.Lock()
+        self._forked = self._used
         self._changed()
 
     def _changed(self) -> None:
         for forget in self.on_change:
             forget()
 
+    def check_fork(self) -> None:
+        """Make sure that the driver may be called.
+
+        Raises:
+            ForkError: this process was forked from one in which the loader had used the driver.
+        """
+        if self._forked:
+            raise ForkError(
+                "this process was forked after fp8_aot.loader had used the GPU driver, and GPU drivers do not "
+                "survive a fork: use multiprocessing's 'spawn' or 'forkserver', or fork before the first launch"
+            )
+
     def state(self, backend: str, ordinal: int) -> DeviceState:
         """The state of a device, found on first use.
 
         Raises:
-            ForkError: this process was forked from one that had loaded kernels.
+            ForkError: this process was forked from one in which the loader had used the driver.
             DriverError: the driver is missing, or has no such device.
         """
-        if self._forked:
-            raise ForkError(
-                "this process was forked after prebuilt kernels had been loaded, and GPU drivers do not survive "
-                "a fork: use multiprocessing's 'spawn' or 'forkserver', or fork before the first launch"
-            )
+        self.check_fork()
         found = self._states.get((backend, ordinal))
         if found is not None:
             return found
         with self._lock:
             if (backend, ordinal) not in self._states:
                 driver = get_driver(backend)
+                self._used = True
                 devices = driver.devices()
                 device = next((d for d in devices if d.ordinal == ordinal), None)
                 if device is None:
@@ -126,14 +147,21 @@ class Runtime:
         if choice.variant is None or state.bundle is None:
             return None, choice
         entry = state.bundle.kernels[kernel]
-        function = self._function(state, choice.variant, stream)
-        grid = grid_of(entry, choice.variant, sizes)
-        plan = Plan(state.driver, function, entry, choice.variant, values, grid)
-        state.plans.append(plan)
+        variant = choice.variant
+        scalars = [values[arg.name] for arg in entry.args if not isinstance(arg, Pointer)]
+        key: tuple[str | int, ...] = (variant.id, *sizes.values(), *scalars)
+        plan = state.plans.get(key)
+        if plan is None:
+            grid = grid_of(entry, variant, sizes)
+            function = self._function(state, variant, stream)
+            plan = Plan(state.driver, function, entry, variant, values, grid, self.launches.add)
+            if len(state.plans) >= _MAX_PLANS:
+                state.plans.clear()
+            state.plans[key] = plan
         return plan, choice
 
     def _function(self, state: DeviceState, variant: Variant, stream: int | None) -> Function:
-        key = (variant.object, variant.symbol)
+        key = (variant.object, variant.symbol, variant.shared)
         function = state.functions.get(key)
         if function is not None:
             return function
@@ -184,19 +212,20 @@ class Runtime:
         """
         with self._lock:
             states = list(self._states.values())
-            self._retired_launches += sum(plan.launches for state in states for plan in state.plans)
             self._states.clear()
             self._changed()
             if self._forked:
                 return
-            for state in states:
-                for function in state.functions.values():
-                    state.driver.unload(function)
+            # One that the driver refuses to unload does not keep the others loaded.
+            with ExitStack() as stack:
+                for state in states:
+                    for function in state.functions.values():
+                        stack.callback(state.driver.unload, function)
 
     def stats(self) -> Stats:
         """The counts so far."""
-        launches = sum(plan.launches for state in list(self._states.values()) for plan in list(state.plans))
-        return Stats(self._loads, self._retired_launches + launches, self.misses, self.fallbacks)
+        with self._reading:
+            return Stats(self._loads, self.launches.value(), self.misses.value(), self.fallbacks.value())
 
 
 runtime = Runtime()

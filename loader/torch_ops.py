@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fp8_aot.loader.torch_call import Call
+from fp8_aot.loader.torch_check import Signature
 
 _library = torch.library.Library("fp8_aot", "DEF")
 _KEYS = ("CUDA", "CPU")
@@ -30,8 +31,9 @@ def register(call: Call) -> None:
     for key in _KEYS:
         _library.impl(op.name, functional, key)
         _library.impl(f"{op.name}.out", into, key)
-    torch.library.register_fake(f"fp8_aot::{op.name}", _fake(call, len(op.inputs), gemm), lib=_library)
-    torch.library.register_fake(f"fp8_aot::{op.name}.out", lambda *args, **kwargs: None, lib=_library)
+    fake, fake_into = _fakes(call.signature, len(op.inputs))
+    torch.library.register_fake(f"fp8_aot::{op.name}", fake, lib=_library)
+    torch.library.register_fake(f"fp8_aot::{op.name}.out", fake_into, lib=_library)
 
 
 def _implementations(call: Call, count: int, gemm: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -47,15 +49,21 @@ def _implementations(call: Call, count: int, gemm: bool) -> tuple[Callable[..., 
     return functional, into
 
 
-def _fake(call: Call, count: int, gemm: bool) -> Callable[..., Any]:
-    def fake(*args: Any, out_dtype: torch.dtype | None = None) -> Any:
+def _fakes(signature: Signature, count: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def functional(*args: Any, out_dtype: torch.dtype | None = None) -> Any:
         dtype = out_dtype or (args[count] if len(args) > count else None) or torch.bfloat16
         inputs = args[:count]
-        sizes = call.check(inputs, dtype)
+        sizes = signature.check(inputs, dtype)
         outputs = tuple(
             torch.empty_strided(shape, strides, dtype=kind, device=inputs[0].device)
-            for shape, strides, kind in call.layouts(inputs, sizes, dtype)
+            for shape, strides, kind in signature.layouts(inputs, sizes, dtype)
         )
-        return outputs[0] if gemm else outputs
+        return outputs[0] if signature.gemm else outputs
 
-    return fake
+    def into(*inputs: torch.Tensor, **out: torch.Tensor) -> None:
+        outputs = tuple(out.values())
+        dtype = outputs[0].dtype if signature.gemm else torch.bfloat16
+        sizes = signature.check(inputs, dtype)
+        signature.check_out(outputs, inputs[0].device, signature.layouts(inputs, sizes, dtype), sizes, dtype)
+
+    return functional, into

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from typing import Any
 
 from msgspec import Struct, structs
@@ -33,6 +34,11 @@ class TensorView(Struct, frozen=True):
         strides: two strides in elements; None for a contiguous row-major tensor.
         device: the driver's ordinal of the device, None where the library does not say.
         backend: ``"cuda"``, ``"hip"`` or None where the library does not say.
+        owner: what keeps the memory alive while the view lives, if anything.
+
+    Raises:
+        TypeError: an address, extent or stride is not an integer, or ``dtype`` is not one of these.
+        ValueError: ``ptr`` is not a 64-bit address, or there is not one stride for each extent.
     """
 
     ptr: int
@@ -46,7 +52,15 @@ class TensorView(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise TypeError(f"dtype is {self.dtype!r}, expected one of {', '.join(ITEMSIZE)}")
-        if self.strides is None:
+        structs.force_setattr(self, "ptr", operator.index(self.ptr))
+        structs.force_setattr(self, "shape", tuple(map(operator.index, self.shape)))
+        if not 0 <= self.ptr < 2**64:
+            raise ValueError(f"ptr is {self.ptr}, expected a 64-bit address")
+        if self.strides is not None:
+            structs.force_setattr(self, "strides", tuple(map(operator.index, self.strides)))
+            if len(self.strides) != len(self.shape):
+                raise ValueError(f"strides are {self.strides}, expected as many as shape {self.shape} has extents")
+        else:
             strides = []
             step = 1
             for extent in reversed(self.shape):
@@ -122,6 +136,9 @@ class _DLTensor(ctypes.Structure):
 
 
 def _from_dlpack(name: str, value: Any) -> TensorView:
+    # Asked first: a library may refuse the stream below for memory that is no GPU's.
+    if hasattr(value, "__dlpack_device__"):
+        _dlpack_backend(name, value.__dlpack_device__()[0])
     # stream=-1: no synchronisation; the caller names the stream on which the data is ready.
     capsule = value.__dlpack__(stream=-1)
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -132,12 +149,17 @@ def _from_dlpack(name: str, value: Any) -> TensorView:
         raise TypeError(
             f"{name} has DLPack type code {tensor.code} of {tensor.bits} bits, expected one of {', '.join(ITEMSIZE)}"
         )
-    backend = _DLPACK_BACKENDS.get(tensor.device_type)
-    if backend is None:
-        raise ValueError(f"{name} is on DLPack device type {tensor.device_type}, expected CUDA (2) or ROCm (10)")
+    backend = _dlpack_backend(name, tensor.device_type)
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
     # The capsule owns the memory until the view is gone.
     return TensorView(
         (tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, tensor.device_id, backend, capsule
     )
+
+
+def _dlpack_backend(name: str, device_type: int) -> str:
+    backend = _DLPACK_BACKENDS.get(device_type)
+    if backend is None:
+        raise ValueError(f"{name} is on DLPack device type {int(device_type)}, expected CUDA (2) or ROCm (10)")
+    return backend

@@ -4,8 +4,8 @@ Two parts of Triton's interpreter are replaced:
 
 * **Conversions.** Triton 3.9's interpreter truncates to bf16, rounds ties up and mishandles subnormals
   and NaN of fp8.  Here the ``ml_dtypes`` package converts, which rounds to nearest even and shares no
-  code with torch or with the oracles (``test_quant_interp`` checks it against the definition of every
-  format).  A cast to fp8 of a value beyond the largest finite one is an error, since targets differ there.
+  code with torch or with the oracles (``test_quant_interp`` checks fp8 and bf16 against the
+  definitions).  A cast to fp8 of a value beyond the largest finite one is an error, since targets differ there.
 * **Memory.** A tensor lives in an address range of its own, far from all others, that exists for the
   interpreter alone.  So an address belongs to the tensor that it was computed from, however wrong it
   is, and nothing is read or written before it has been shown to be an element: right alignment and
@@ -80,10 +80,10 @@ class Region:
 class CheckedBuilder(InterpreterBuilder):
     """The interpreter's builder with exact conversions and checked memory."""
 
-    def __init__(self, kernel: str, regions: Mapping[int, Region]) -> None:
+    def __init__(self, kernel: str, regions: Mapping[int, Region], *, check_overflow: bool) -> None:
         super().__init__()
-        # Integers wrap as on a GPU; an address that has wrapped is out of bounds, and found there.
-        self.options = InterpreterOptions(sanitize_overflow=False)
+        # Costs as much as all the rest, so it is for sizes at which 32-bit integers can overflow.
+        self.options = InterpreterOptions(debug=check_overflow, sanitize_overflow=check_overflow)
         self.kernel = kernel
         self.regions = regions
 

@@ -27,8 +27,12 @@ settings.load_profile("fp8_aot")
 
 
 def compiling_environment() -> dict[str, str]:
-    """An environment for subprocesses that compile: this process may run kernels in the interpreter."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """An environment for subprocesses that compile: this process may run kernels in the interpreter.
+
+    Nor do they see the width of the terminal that tests run in: tables have their whole width.
+    """
+    ours = ("TRITON_INTERPRET", "COLUMNS", "LINES")
+    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def fp8_aot(
@@ -90,3 +94,17 @@ def jit_binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
             assert done.returncode == 0, done.stderr
             found.write_text(done.stdout)
     return json.loads(found.read_text())
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, Any]:
+    """A bundle of the third-party kernel ``their.good``, and the matrix it was built from."""
+    from samples import copy_matrix, write_kernel, write_matrix  # it asks for Triton, which GPU tests may lack
+
+    source = write_kernel(tmp_path / "site", "their.good")
+    matrix = write_matrix(tmp_path / "good.toml", copy_matrix(source, targets=("sm90", "gfx942")))
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path}
+    fp8_aot("build", "--matrix", matrix, "--out", out, "--cache", cache, env=env)
+    return {"source": source, "matrix": matrix, "out": out, "cache": cache, "env": env, "site": tmp_path / "site"}

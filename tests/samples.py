@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 from collections.abc import Mapping
@@ -74,7 +75,9 @@ def write_kernel(folder: Path, module: str, body: str = "pass", setup: str = "")
     return f"{module}:spec"
 
 
-def copy_matrix(*sources: str, blocks: tuple[int, ...] = (128,), targets: tuple[str, ...] = ("sm90",)) -> dict:
+def copy_matrix(
+    *sources: str, blocks: tuple[int, ...] = (128,), targets: tuple[str, ...] = ("sm90",)
+) -> dict[str, Any]:
     """A matrix of copy kernels, one dtype, general tiles; the last block size is the last resort."""
     small = [{"BLOCK": b, "specializations": ["general"], "when": {"N": {"most": b}}} for b in blocks[:-1]]
     tiles = [*small, {"BLOCK": blocks[-1], "specializations": ["general"]}]
@@ -98,3 +101,48 @@ def _toml(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)
+
+
+BASE: dict[str, Any] = {
+    "schema": 1,
+    "toolchain": {"triton": TRITON},
+    "target": TARGETS,
+    "kernel": [
+        {
+            "source": "fp8_aot.kernels.quant:act_quant_lhs",
+            "tiles": [
+                {"BLOCK_R": 4, "num_warps": 1, "when": {"M": {"most": 512}}},
+                {"BLOCK_R": 32, "num_warps": 4},
+            ],
+        },
+        {
+            "source": "fp8_aot.kernels.gemm:gemm_1x128_128x128",
+            "out_dtype": ["bf16"],
+            "tiles": [{"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "num_stages": 1}],
+        },
+    ],
+    "exclude": [
+        {"kernel": "act_quant_lhs", "target": "sm90", "when": {"BLOCK_R": 4, "in_dtype": "fp32"}, "reason": "slow"}
+    ],
+}
+"""A valid matrix with something of everything."""
+
+MISSING = object()
+"""Stands for no value."""
+
+
+def change(*places: tuple[str, object]) -> dict[str, Any]:
+    """BASE with values put at places like ``kernel.0.tiles.1.BLOCK_R``; MISSING removes."""
+    values = copy.deepcopy(BASE)
+    for place, value in places:
+        *path, last = place.split(".")
+        at: Any = values
+        for step in path:
+            at = at[int(step)] if isinstance(at, list) else at[step]
+        if value is MISSING:
+            del at[last]
+        elif isinstance(at, list):
+            at.insert(int(last), value)
+        else:
+            at[last] = value
+    return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -63,11 +63,11 @@ def sizes_of(spec: KernelSpec, m: int, n: int, k: int) -> dict[str, int]:
 
 
 @per_tile
-@settings(deadline=None, derandomize=True, max_examples=6, database=None)
+@settings(deadline=None, derandomize=True, max_examples=4, database=None)
 @given(
-    m=st.integers(0, 300),
+    m=st.integers(0, 200),
     n=st.integers(0, 200),
-    k=st.integers(0, 300),
+    k=st.integers(0, 200),
     pad=st.integers(0, 40),
     offset=st.integers(0, 40),
 )
@@ -82,12 +82,12 @@ def test_in_bounds_and_complete(name: str, config: Config, m: int, n: int, k: in
 
 
 @per_kernel
-@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**33])
+@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**32])
 def test_strides_beyond_32_bits(name: str, stride: int) -> None:
     """Rows far apart: the same results as with rows side by side, so no offset is computed in 32 bits."""
     spec = SPECS[name]
     dtypes = {axis: names[0] for axis, names in spec.dtypes.items()}
-    near, far = (allocate(spec, sizes_of(spec, 5, 6, 260), dtypes) for _ in range(2))
+    near, far = (allocate(spec, sizes_of(spec, 130, 135, 260), dtypes) for _ in range(2))
     for t in spec.tensors:
         if not t.output:
             values = torch.randint(-8, 9, near[t.name].shape, generator=torch.Generator().manual_seed(1))
@@ -99,29 +99,31 @@ def test_strides_beyond_32_bits(name: str, stride: int) -> None:
         assert torch.equal(near[t.name].float(), far[t.name].float())
 
 
-@per_tile
-@pytest.mark.parametrize("huge", ["M", "N", "K", "all"])
-def test_sizes_up_to_the_largest(name: str, config: Config, huge: str) -> None:
-    """First, middle and last programs of the largest launches: in bounds, none lost to a 32-bit overflow."""
+@pytest.mark.parametrize(
+    ("name", "huge"), [(n, h) for n, s in SPECS.items() for h in (*s.symbols, "all") if (n[:4], h) != ("gemm", "K")]
+)
+def test_sizes_up_to_the_largest(name: str, huge: str) -> None:
+    """First, middle and last programs of the largest launches, with every mixture of least and most tiles.
+
+    They are in bounds, and no 32-bit integer overflows.  (K of a GEMM is a loop, too long to run.)
+    """
     spec = SPECS[name]
-    if huge not in (*spec.symbols, "all") or ("gemm" in name and huge == "K"):
-        pytest.skip("no such size, or a loop of 2**24 steps")
-    sizes = dict.fromkeys(spec.symbols, 3) | {huge: MAX_SIZE - 1}
+    sizes = dict.fromkeys(spec.symbols, 3) | {huge: MAX_SIZE}
     if huge == "all":
-        sizes = dict.fromkeys(spec.symbols, 2**18 - 1) | ({"K": 130} if "gemm" in name else {})
-    tensors = {}
-    strides = {}
+        sizes = dict.fromkeys(spec.symbols, 2**18 - 1) | ({"K": 130} if name.startswith("gemm") else {})
+    tensors, strides = {}, {}
     for t in spec.tensors:
-        dtype = {"fp8": torch.float8_e4m3fn, "in": torch.bfloat16, "out": torch.bfloat16}.get(t.dtype, torch.float32)
+        dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32}.get(t.dtype, torch.bfloat16)
         shape = tuple(d.extent(sizes) for d in t.shape)
-        # One element that stands for all: only addresses matter.
+        # One element in memory stands for all: only addresses matter.
         tensors[t.name] = torch.zeros(1, 1, dtype=dtype).expand(shape)
         strides[t.name] = shape[t.unit_dim] + 1
-    (programs,) = spec.grid_size(sizes, config)
-    if programs >= 2**31:
-        pytest.skip("more programs than a grid can have")
-    chosen = {0, 1, programs // 2, programs // 2 + 1, programs - 2, programs - 1}
-    run(spec, tensors, config, strides=strides, programs=sorted(p for p in chosen if p >= 0))
+    for values in itertools.product(*((t.least, t.most) for t in spec.tiles)):
+        config = Config({t.name: value for t, value in zip(spec.tiles, values, strict=True)})
+        (programs,) = spec.grid_size(sizes, config)
+        assert programs < 2**31
+        chosen = {0, 1, programs // 2, programs // 2 + 1, programs - 2, programs - 1} - {-1}
+        run(spec, tensors, config, strides=strides, programs=sorted(chosen))
 
 
 def test_every_access_has_a_mask() -> None:
@@ -299,4 +301,4 @@ def test_shapes_that_disagree_are_refused() -> None:
 
 def test_the_fault_kernels_are_not_shipped() -> None:
     assert not {s.name for s in vars(fault_kernels).values() if isinstance(s, KernelSpec)} & SPECS.keys()
-    assert inspect.getsourcefile(fault_kernels) not in map(str, KERNEL_FILES)
+    assert Path(fault_kernels.__file__ or "") not in KERNEL_FILES

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_aot.aot.elf import _AMD_ARCHS, ElfError, ObjectInfo, read_object
+from fp8_aot.aot.elf import ElfError, ObjectInfo, read_object
+from fp8_aot.aot.elf.amd import _AMD_ARCHS
 
 TRITON = importlib.util.find_spec("triton")
 if TRITON is None or TRITON.origin is None:

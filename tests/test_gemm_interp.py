@@ -7,6 +7,8 @@ is needed, and no tolerance is chosen anywhere.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import oracle
 import pytest
@@ -240,7 +242,7 @@ def quantized(name: str, x: torch.Tensor, fp8: str) -> tuple[torch.Tensor, torch
         ),
     ],
 )
-def test_the_bound_sees_a_wrong_kernel(old: str, new: str, tmp_path) -> None:
+def test_the_bound_sees_a_wrong_kernel(old: str, new: str, tmp_path: Path) -> None:
     """Each change of one line takes the result out of the bound, even after rounding to bf16."""
     mutated: KernelSpec = load_mutated(replaced(gemm, old, new, "gemm_1x128_128x1_kernel"), tmp_path)[GEMMS[1]]
     tensors = operands(mutated.name, 20, 40, 384, "e4m3fn", "bf16", 0)

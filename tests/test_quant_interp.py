@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import oracle
 import pytest
@@ -205,7 +207,7 @@ def test_a_product_above_the_largest_value_is_clamped(dtype: str, fp8: str) -> N
 
 
 @per_fp8
-def test_a_missing_clamp_is_seen(fp8: str, tmp_path) -> None:
+def test_a_missing_clamp_is_seen(fp8: str, tmp_path: Path) -> None:
     """The largest value would be the result without it too, here, but not on every target."""
     clamped = "tl.clamp(x * scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)"
     spec = load_mutated(replaced(quant, clamped, "x * scale", "to_fp8"), tmp_path)["act_quant_lhs"]

@@ -41,7 +41,12 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(VERSION, prog_name="fp8-aot")
 @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
 @click.pass_context
@@ -51,6 +56,9 @@ def cli(ctx: click.Context, debug: bool) -> None:
     Exit status: 0 done, 1 the work failed, 2 wrong usage.
     """
     ctx.obj = debug
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
 
 
 def main() -> None:
@@ -74,10 +82,6 @@ def run(args: list[str], **extra: Any) -> int:
     try:
         result = cli.main(args, prog_name="fp8-aot", standalone_mode=False, **extra)
         return result if isinstance(result, int) else 0
-    except BrokenPipeError:
-        # The reader of our output has left, as `head` does: nothing to report, and nowhere to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -95,7 +99,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         return error.format_message(), 1
     if isinstance(error, UsageError):
         return str(error), 2
-    if isinstance(error, WorkError | LoaderError):
+    if isinstance(error, WorkError | LoaderError | OSError):
         return str(error), 1
     return f"internal error: {type(error).__name__}: {error}  (--debug shows where)", 1
 

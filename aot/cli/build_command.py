@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ def command(
         TextColumn("{task.fields[cell]}"),
         console=console(stderr=True),
         transient=True,
-        disable=as_json,
+        # Where it is not a terminal, the bar would leave an empty line.
+        disable=as_json or not sys.stderr.isatty(),
     ) as bar:
         task = bar.add_task("compiling", total=None, cell="")
         report = build.build(

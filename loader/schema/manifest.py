@@ -18,6 +18,7 @@ SCHEMA = 1
 """Version of the manifest format that this package writes and reads."""
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Fp8 = Literal["e4m3fn", "e4m3fnuz"]
@@ -130,15 +131,15 @@ class Variant(_Base, frozen=True):
     dtypes: dict[Name, Name]
     tile: Name
     constexprs: dict[Name, int | float]
-    num_warps: Count
+    num_warps: Positive
     num_stages: Count
-    num_ctas: Count
+    num_ctas: Positive
     specialization: Specialization
     divisible_by_16: tuple[Name, ...]
     object: Sha256
     object_size: Count
     symbol: Name
-    threads: Count
+    threads: Positive
     shared: Count
     static_shared: Count
     registers: Count
@@ -228,6 +229,9 @@ class _SchemaOnly(Struct):
     schema: int
 
 
+_MAX_PARAMS = 32_764
+"""Most bytes that the parameters of a kernel take: CUDA's limit, used for every target."""
+
 _decoder = msgspec.json.Decoder(Manifest)
 
 
@@ -245,7 +249,7 @@ def decode(data: bytes, where: str) -> Manifest:
     """
     try:
         schema = msgspec.json.decode(data, type=_SchemaOnly).schema
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"{where}: manifest.json is not valid: {error}") from None
     if schema != SCHEMA:
         relation = "a newer" if schema > SCHEMA else "an older"
@@ -255,7 +259,7 @@ def decode(data: bytes, where: str) -> Manifest:
         )
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"{where}: manifest.json is not valid: {error}") from None
     check(manifest, where)
     return manifest
@@ -282,12 +286,19 @@ def check(manifest: Manifest, where: str) -> None:
         if kernel_of is None:
             fail(f"variant {variant.id} is of unknown kernel {variant.kernel}")
         _check_variant(variant, kernel_of, fail)
+    signatures = [(entry.kernel, tuple(sorted(entry.dtypes.items()))) for entry in manifest.dispatch]
+    if len(set(signatures)) != len(signatures):
+        fail("duplicate dispatch")
     for entry in manifest.dispatch:
         if entry.kernel not in kernels:
             fail(f"dispatch for unknown kernel {entry.kernel}")
+        symbols = {d.symbol for t in kernels[entry.kernel].tensors for d in t.shape}
         if not entry.rules or entry.rules[-1].when or "general" not in entry.rules[-1].variants:
             fail(f"dispatch of {entry.kernel} {entry.dtypes} has no last rule that serves any launch")
         for rule in entry.rules:
+            unknown = {c.symbol for c in rule.when} - symbols
+            if unknown:
+                fail(f"dispatch of {entry.kernel} {entry.dtypes} asks for unknown size {', '.join(sorted(unknown))}")
             if not rule.variants:
                 fail(f"dispatch of {entry.kernel} {entry.dtypes} has a rule without a variant")
             for kind, name in rule.variants.items():
@@ -301,6 +312,10 @@ def check(manifest: Manifest, where: str) -> None:
 def _check_kernel(kernel: Kernel, fail: Callable[[str], NoReturn]) -> None:
     tensors = {t.name for t in kernel.tensors}
     symbols = {d.symbol for t in kernel.tensors for d in t.shape}
+    if len(tensors) != len(kernel.tensors) or len({a.name for a in kernel.args}) != len(kernel.args):
+        fail(f"kernel {kernel.name}: duplicate tensor or argument")
+    if not any(isinstance(arg, Pointer) for arg in kernel.args):
+        fail(f"kernel {kernel.name}: no argument is a pointer")
     for arg in kernel.args:
         if isinstance(arg, Size):
             if arg.symbol not in symbols:
@@ -323,8 +338,22 @@ def _check_variant(variant: Variant, kernel: Kernel, fail: Callable[[str], NoRet
     for arg, param in zip(kernel.args, variant.params, strict=False):
         if param.size != (4 if isinstance(arg, Size) else 8):
             fail(f"variant {variant.id}: argument {arg.name} has a parameter of {param.size} bytes")
+    end = 0
+    for param in variant.params:
+        if param.offset < end:
+            fail(f"variant {variant.id}: the parameter at {param.offset} overlaps the one before it")
+        end = param.offset + param.size
+    if end > _MAX_PARAMS:
+        fail(f"variant {variant.id}: parameters of {end} bytes, expected at most {_MAX_PARAMS}")
+    if any(param.size != 8 for param in variant.params[-2:]):
+        fail(f"variant {variant.id}: a scratch pointer is not of 8 bytes")
+    pointers = [p.offset for a, p in zip(kernel.args, variant.params, strict=False) if isinstance(a, Pointer)]
+    if pointers != list(range(pointers[0], pointers[0] + 8 * len(pointers), 8)):
+        fail(f"variant {variant.id}: pointer arguments are not next to each other")
     if not set(variant.divisible_by_16) <= {a.name for a in kernel.args}:
         fail(f"variant {variant.id}: assumes something of an unknown argument")
+    if variant.specialization == "general" and variant.divisible_by_16:
+        fail(f"variant {variant.id}: is general, and assumes something of {', '.join(variant.divisible_by_16)}")
     for tile in kernel.tiles:
         value = variant.constexprs.get(tile)
         if not isinstance(value, int) or value < 1:
