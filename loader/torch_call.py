@@ -33,18 +33,7 @@ _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _compiling = torch.compiler.is_compiling
 _empty = torch.empty_strided
-_strided = torch.strided
-
-
-def _nothing_looks_on() -> bool:
-    """Whether this is eager execution: no compilation, no mode, no functorch transform."""
-    # Asked first, since a compiler that traces this can look into none of the others.
-    return not _compiling() and not _dispatch_modes() and not _function_modes() and _transforms() is None
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is as most are: of the exact type, dense in GPU memory, without a gradient."""
-    return type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is _strided and not tensor.requires_grad
+_Tensor, _BF16, _FP32 = torch.Tensor, torch.bfloat16, torch.float32
 
 
 class MissWarning(UserWarning):
@@ -90,16 +79,22 @@ class Call:
             return self.run(inputs, out, out_dtype)
         return self._dispatched(inputs, out, out_dtype)
 
+    # The two hot paths, inputs of the exact type and fresh outputs, are spelled out: what Python does between the
+    # call and the driver is most of what a call costs.  All else, and the first call of each kind, is ``__call__``.
+
     def quantize(self, x: torch.Tensor, out: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a quantizer: the hot path of one input and two fresh outputs, spelled out; all else is ``__call__``."""
-        if out is None and _nothing_looks_on() and _plain(x):
-            x_ptr = x.data_ptr()
-            ready = self._ready.get((torch.bfloat16, True, (x.shape, x.stride(), x.dtype, x.get_device(), x_ptr & 15)))
+        """Run a quantizer."""
+        if out is None and type(x) is _Tensor and not (x.requires_grad or _compiling() or _dispatch_modes()):
+            try:
+                x_ptr = x.data_ptr()
+                ready = self._ready.get((_BF16, True, (x.shape, x.stride(), x.dtype, x.get_device(), x_ptr & 15)))
+            except RuntimeError:
+                ready = None  # it is sparse, or wrapped by a functorch transform
             if ready is not None and ready.plan is not None:
                 device = ready.device
                 (y_shape, y_strides, fp8), (s_shape, s_strides, _) = ready.outputs
                 y = _empty(y_shape, y_strides, dtype=fp8, device=device)
-                scale = _empty(s_shape, s_strides, dtype=torch.float32, device=device)
+                scale = _empty(s_shape, s_strides, dtype=_FP32, device=device)
                 self._launch_here(ready, (x_ptr, y.data_ptr(), scale.data_ptr()))
                 return y, scale
         y, scale = self(x, out=out)
@@ -114,19 +109,23 @@ class Call:
         out_dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run a GEMM: the hot path of four inputs and a fresh output, spelled out; all else is ``__call__``."""
-        if out is None and _nothing_looks_on() and _plain(a) and _plain(b) and _plain(a_s) and _plain(b_s):
-            a_ptr, b_ptr, a_s_ptr, b_s_ptr = a.data_ptr(), b.data_ptr(), a_s.data_ptr(), b_s.data_ptr()
-            ready = self._ready.get(
-                (
-                    out_dtype,
-                    True,
-                    (a.shape, a.stride(), a.dtype, a.get_device(), a_ptr & 15),
-                    (b.shape, b.stride(), b.dtype, b.get_device(), b_ptr & 15),
-                    (a_s.shape, a_s.stride(), a_s.dtype, a_s.get_device(), a_s_ptr & 15),
-                    (b_s.shape, b_s.stride(), b_s.dtype, b_s.get_device(), b_s_ptr & 15),
+        """Run a GEMM."""
+        plain = type(a) is type(b) is type(a_s) is type(b_s) is _Tensor and not (a_s.requires_grad or b_s.requires_grad)
+        if out is None and plain and not (_compiling() or _dispatch_modes()):
+            try:
+                a_ptr, b_ptr, a_s_ptr, b_s_ptr = a.data_ptr(), b.data_ptr(), a_s.data_ptr(), b_s.data_ptr()
+                ready = self._ready.get(
+                    (
+                        out_dtype,
+                        True,
+                        (a.shape, a.stride(), a.dtype, a.get_device(), a_ptr & 15),
+                        (b.shape, b.stride(), b.dtype, b.get_device(), b_ptr & 15),
+                        (a_s.shape, a_s.stride(), a_s.dtype, a_s.get_device(), a_s_ptr & 15),
+                        (b_s.shape, b_s.stride(), b_s.dtype, b_s.get_device(), b_s_ptr & 15),
+                    )
                 )
-            )
+            except RuntimeError:
+                ready = None
             if ready is not None and ready.plan is not None:
                 shape, strides, _ = ready.outputs[0]
                 c = _empty(shape, strides, dtype=out_dtype, device=ready.device)
@@ -165,7 +164,8 @@ class Call:
         """Whether nothing but eager execution looks at this call, so that torch's dispatcher (about 6 us)
         can be left out: no compilation, no mode, no functorch transform, no tensor subclass, no gradient
         (for which the dispatcher warns that there is no backward)."""
-        if not _nothing_looks_on():
+        # Asked first, since a compiler that traces this can look into none of the others.
+        if _compiling() or _dispatch_modes() or _function_modes() or _transforms() is not None:
             return False
         for tensor in tensors:
             kind = type(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -41,8 +42,8 @@ print(perf_counter() - start)
 """
 
 
-def python(script):
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+def python(script, **options):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,9 +59,13 @@ def test_importing_touches_nothing():
     assert ours.isdisjoint(f"fp8_aot.loader.{name}" for name in ("ops", "torch_call", "torch_ops", "reference", "jit"))
 
 
-def test_importing_is_quick():
-    # The best of five: other work on the machine only ever adds time, never takes any away.
-    best = min(float(python(TIMED)) for _ in range(5)) * 1000
+def test_importing_is_quick(tmp_path):
+    # With bytecode, which an installed package comes with whatever this process was told about writing it.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env["PYTHONPYCACHEPREFIX"] = str(tmp_path)
+    python(TIMED, env=env)
+    # The best of ten: other work on the machine only ever adds time, never takes any away.
+    best = min(float(python(TIMED, env=env)) for _ in range(10)) * 1000
     assert best <= LIMIT_MS, f"import fp8_aot.loader took {best:.1f} ms"
 
 

@@ -19,7 +19,7 @@ def gpu_of(clean_loader, monkeypatch):
     def make(target):
         gpu = Gpu(target)
         monkeypatch.setattr(torch_call.Call, "_eager", staticmethod(lambda tensors: True))
-        monkeypatch.setattr(torch_call, "_plain", lambda tensor: isinstance(tensor, GpuTensor))
+        monkeypatch.setattr(torch_call, "_Tensor", GpuTensor)
         monkeypatch.setattr(torch_call, "_empty", gpu.empty_strided)
         monkeypatch.setattr(torch_call, "_current_device", lambda: gpu.device)
         monkeypatch.setattr(torch_call, "_current_stream", lambda index: STREAM + index)
