@@ -106,10 +106,15 @@ class ConfigLauncher(Launcher):
         return LaunchBuffer(self._params_size, _EXTRA_END, config, self._cluster)
 
     def __call__(self, gx: int, gy: int, gz: int, stream: int, buffer: LaunchBuffer) -> None:
-        try:
-            _CONFIG.pack_into(buffer.config, 0, gx * self._num_ctas, gy, gz, self._threads, 1, 1, self._shared, stream)
-        except struct.error:
-            raise self._bad_grid(gx, gy, gz) from None
+        place = (gx, gy, gz, stream)
+        if buffer.place != place:
+            try:
+                _CONFIG.pack_into(
+                    buffer.config, 0, gx * self._num_ctas, gy, gz, self._threads, 1, 1, self._shared, stream
+                )
+            except struct.error:
+                raise self._bad_grid(gx, gy, gz) from None
+            buffer.place = place
         if code := self._launch(buffer.config_pointer, self._handle, None, buffer.extra_pointer):
             raise self._failure(gx, gy, gz, code)
 

@@ -50,9 +50,10 @@ class LaunchBuffer:
     Attributes:
         data: the parameters' bytes, 64-byte aligned, zero at first; write them with ``struct.pack_into``.
         config: the bytes of the launch configuration, if the launcher passes one.
+        place: the grid and stream that ``config`` holds, so that a launch like the last one packs neither.
     """
 
-    __slots__ = ("_keep", "config", "config_pointer", "data", "extra_pointer")
+    __slots__ = ("_keep", "config", "config_pointer", "data", "extra_pointer", "place")
 
     def __init__(self, size: int, end: int, config: bytes = b"", keep: object = None) -> None:
         """Make a buffer of ``size`` bytes.
@@ -73,6 +74,7 @@ class LaunchBuffer:
         length = ctypes.c_size_t(size)
         self.data: ctypes.Array[ctypes.c_char] = (ctypes.c_char * size).from_buffer(room, offset)
         self.config: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(config, max(len(config), 1))
+        self.place: tuple[int, int, int, int] | None = None
         self.config_pointer = ctypes.c_void_p(ctypes.addressof(self.config))
         extra = (ctypes.c_void_p * 5)(
             _BUFFER_POINTER, ctypes.addressof(self.data), _BUFFER_SIZE, ctypes.addressof(length), end
