@@ -6,6 +6,7 @@ check and exits non-zero at the first that fails.
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import shutil
 import sys
@@ -155,6 +156,9 @@ def graphs() -> None:
         graph.replay()
         torch.cuda.synchronize()
         same("graph replay", captured, step())
+    # A graph that Python frees while another is being captured would end that capture.
+    del graph, captured
+    gc.collect()
 
 
 def refused_capture() -> None:
