@@ -40,7 +40,10 @@ class Failure:
 
 @dataclass
 class TargetReport:
-    """What became of one target; ``path`` is None where its bundle was not written."""
+    """What became of one target; ``path`` is None where its bundle was not written.
+
+    ``seconds`` is the time that compilers took for it in this build, summed over processes.
+    """
 
     target: Target
     variants: list[schema.Variant] = field(default_factory=list)
@@ -129,7 +132,8 @@ def build(
         pairs = [(c, results[keys[c.id + target.name]]) for c in of_target if c.excluded is None]
         report = _target_report(matrix, target, pairs, out)
         report.excluded = len(of_target) - len(pairs)
-        report.seconds = time.monotonic() - start
+        of_keys = {keys[cell.id + target.name] for cell, _ in pairs}
+        report.seconds = sum(r.seconds for r in map(results.__getitem__, of_keys) if isinstance(r, Compiled))
         reports.append(report)
     return Report(tuple(reports), time.monotonic() - start, len(missing), cached)
 

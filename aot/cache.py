@@ -60,7 +60,7 @@ class Cache:
             WorkError: the folder cannot be written.
         """
         path = self._path(job)
-        body = msgspec.msgpack.encode(result)
+        body = msgspec.msgpack.encode(msgspec.structs.replace(result, seconds=0.0))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, hashlib.sha256(body).digest() + body)

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A compiled cell: the object and the fields of Triton's metadata that a launch needs."""
+    """A compiled cell: the object and the fields of Triton's metadata that a launch needs.
+
+    ``seconds`` is how long the compiler took, 0 where the cache answered.
+    """
 
     object: bytes
     symbol: str
@@ -52,6 +56,7 @@ class Compiled(msgspec.Struct, frozen=True):
     global_scratch: Scratch
     profile_scratch: Scratch
     tensordesc: tuple[dict[str, Any], ...]
+    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -78,8 +83,10 @@ def prepare(scratch: Path) -> None:
 
 def compile_request(job: Request) -> Compiled | Failed:
     """Compile, in this process."""
+    start = time.perf_counter()
     try:
-        return compiled(triton_compile(job))
+        result = compiled(triton_compile(job))
+        return msgspec.structs.replace(result, seconds=time.perf_counter() - start)
     # Compilers raise errors of any type, some of which cannot be pickled: what they say is kept.
     except Exception as error:
         return Failed(f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -127,6 +127,7 @@ def _rows(report: Report) -> list[dict[str, Any]]:
                 "target": target.target.name,
                 "variants": len(variants),
                 "excluded": target.excluded,
+                "compile_seconds": round(target.seconds, 1),
                 "failed": len(target.failures),
                 "bytes": target.bytes,
                 "max_registers": max((v.registers for v in variants), default=0),
@@ -149,17 +150,28 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
+# Columns of the closing table and the keys of ``_rows`` that fill them.
+_NUMBERS = {
+    "#variants": "variants",
+    "#excluded": "excluded",
+    "#failed": "failed",
+    "#seconds": "compile_seconds",
+    "#bytes": "bytes",
+    "#registers": "max_registers",
+    "#shared": "max_shared",
+    "#spilling": "spilling",
+}
+
+
 def _print_report(report: Report, debug: bool) -> None:
     for failure in report.failures:
         text = failure.traceback if debug and failure.traceback else failure.message
         click.echo(f"failed: {failure.cell.target.name} {failure.cell.id}\n  {_indent(text)}", err=True)
-    columns = ["target", "#variants", "#excluded", "#failed", "#bytes", "#registers", "#shared", "#spilling", "bundle"]
     rows = []
     for row in _rows(report):
         state = "not written, the old one stays" if row["bundle"] is None else row["bundle"]
-        numbers = ("variants", "excluded", "failed", "bytes", "max_registers", "max_shared", "spilling")
-        rows.append((row["target"], *(row[key] for key in numbers), state))
-    print_table(columns, rows)
+        rows.append((row["target"], *(row[key] for key in _NUMBERS.values()), state))
+    print_table(["target", *_NUMBERS, "bundle"], rows)
     click.echo(f"{report.compiled} compiled, {report.cached} from the cache, {report.seconds:.1f} s")
 
 
