@@ -254,7 +254,7 @@ act_quant_lhs = _quantizer(
     scale=((Dim("M"), _groups("K")), 0),
     tiles=(Tile("BLOCK_R", 1, 256),),
     grid=(("M", "BLOCK_R"), ("K", 128)),
-    default=Config({"BLOCK_R": 32}, num_warps=4),
+    default=Config({"BLOCK_R": 8}, num_warps=1),
     promise="1x128 groups; y row-major, scale column-major; bit-exact",
 )
 
