@@ -115,7 +115,8 @@ def unload() -> None:
 def explain(op: str, *inputs: Any, out_dtype: Any = None) -> Choice:
     """What a call of an operation with these torch tensors would launch, and why: nothing is launched.
 
-    The result's ``steps`` are the very decisions that a launch makes; ``str(step)`` reads well.
+    The result's ``steps`` are the very decisions that a launch makes, on bundles, tiles and specializations;
+    ``print`` shows them.
 
     Raises:
         ValueError: there is no such operation, or an argument does not fit.

@@ -38,6 +38,10 @@ class Choice(Struct, frozen=True):
         """Why the last step ended as it did."""
         return self.steps[-1].reason if self.steps else "nothing to choose from"
 
+    def __str__(self) -> str:
+        chosen = "no prebuilt kernel" if self.variant is None else self.variant.id
+        return "\n".join([self.cell, *(f"  {step}" for step in self.steps), f"  -> {chosen}"])
+
 
 def argument_values(kernel: Kernel, tensors: Mapping[str, TensorView], sizes: Mapping[str, int]) -> dict[str, int]:
     """The values of a kernel's run-time arguments, by name, in order."""

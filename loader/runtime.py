@@ -15,7 +15,7 @@ from fp8_aot.loader.counter import Counter
 from fp8_aot.loader.dispatch import Choice, Step, argument_values, choose, grid_of
 from fp8_aot.loader.driver import Device, Driver, Function, get_driver
 from fp8_aot.loader.errors import CaptureError, DriverError, ForkError
-from fp8_aot.loader.find import Accepted, Decision, find
+from fp8_aot.loader.find import Accepted, Decision, Rejected, find
 from fp8_aot.loader.plan import Plan
 from fp8_aot.loader.schema import Pointer, Variant
 from fp8_aot.loader.views import TensorView
@@ -50,11 +50,22 @@ class DeviceState:
 
     def no_bundle(self, cell: str) -> Choice:
         """A choice that fails because no bundle was accepted for this device."""
-        steps = tuple(
-            Step(f"{d.path} ({d.origin})", False, d.reason) for d in self.decisions if not isinstance(d, Accepted)
-        )
         reason = f"no bundle for {self.driver.backend} {self.device.arch}"
-        return Choice(cell, None, (*steps, Step("bundles", False, reason)))
+        return Choice(cell, None, (*self.steps(), Step("bundles", False, reason)))
+
+    def steps(self) -> tuple[Step, ...]:
+        """The decisions on bundles, as steps on the way to a variant; the first accepted bundle was taken."""
+        steps = []
+        for decision in self.decisions:
+            taken = False
+            if isinstance(decision, Rejected):
+                reason = decision.reason
+            elif decision.bundle is self.bundle:
+                taken, reason = True, f"built for {self.driver.backend} {self.device.arch}"
+            else:
+                reason = "a bundle before it was taken"
+            steps.append(Step(f"{decision.path} ({decision.origin})", taken, reason))
+        return tuple(steps)
 
 
 class Runtime:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fp8_aot.loader import config, contract, reference
 from fp8_aot.loader.dispatch import Choice
@@ -344,7 +345,10 @@ class Call:
         views = dict(zip(names, (*map(_view, inputs), *outputs), strict=True))
         axis = {"out": NAMES[out_dtype]} if self.signature.gemm else {"in": NAMES[inputs[0].dtype]}
         state = runtime.state(_backend(), inputs[0].get_device())
-        return runtime.choose(state, self.op.name, axis, sizes, views)[0]
+        choice, _ = runtime.choose(state, self.op.name, axis, sizes, views)
+        if state.bundle is None:
+            return choice
+        return structs.replace(choice, steps=(*state.steps(), *choice.steps))
 
 
 _warned: dict[str, object] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -234,6 +236,25 @@ def test_explain_shows_the_steps_that_the_launch_takes(gpu, bundles):
         loader.explain("act_quant_lhs", torch.zeros(2, 3))
     with pytest.raises(TypeError, match="gemm_1x128_128x1: got 1 tensors, expected 4: a, b, a_s, b_s"):
         loader.explain("gemm_1x128_128x1", torch.zeros(2, 3))
+
+
+def test_explain_shows_every_bundle_that_was_looked_at(gpu_of, bundles, tmp_path):
+    gpu = gpu_of("sm90")
+    stand_in("sm90")
+    for name in ("a", "b"):
+        shutil.copy(bundles / "sm90.zip", tmp_path / f"{name}.zip")
+    loader.configure(bundle_path=os.pathsep.join([str(bundles / "gfx942.zip"), str(tmp_path)]))
+    choice = loader.explain("act_quant_lhs", *gpu.operands("act_quant_lhs", 600, 0, 256))
+    origin = "(configure(bundle_path=...))"
+    assert [(step.subject, step.taken) for step in choice.steps[:3]] == [
+        (f"{bundles / 'gfx942.zip'} {origin}", False),
+        (f"{tmp_path / 'a.zip'} {origin}", True),
+        (f"{tmp_path / 'b.zip'} {origin}", False),
+    ]
+    assert choice.steps[0].reason == "built for hip gfx942, this device is cuda 90"
+    shown = str(choice).splitlines()
+    assert shown[0] == choice.cell and shown[-1] == f"  -> {choice.variant.id}"
+    assert shown[1:-1] == [f"  {step}" for step in choice.steps]
 
 
 def test_explain_without_a_bundle(gpu_of, tmp_path):
