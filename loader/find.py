@@ -40,10 +40,14 @@ class Rejected(Struct, frozen=True):
 Decision = Accepted | Rejected
 
 
-def find(driver: Driver, device: Device) -> tuple[Decision, ...]:
-    """Decisions on all candidates for a device, in search order; the first accepted bundle is used."""
+def find(driver: Driver, device: Device) -> Iterator[Decision]:
+    """Decisions on the candidates for a device, in search order and as they are asked for.
+
+    The first accepted bundle is used; those behind it need not be read.
+    """
     version = driver.version()
-    return tuple(_decide(path, origin, driver.backend, device.arch, version) for path, origin in _candidates())
+    for path, origin in _candidates():
+        yield _decide(path, origin, driver.backend, device.arch, version)
 
 
 def _candidates() -> Iterator[tuple[Path, str]]:

@@ -21,7 +21,7 @@ class Plan:
 
     __slots__ = (
         "_count",
-        "_grid",
+        "_fire",
         "_launcher",
         "_offset",
         "_pack",
@@ -54,10 +54,10 @@ class Plan:
             count: called after each launch.
         """
         self.variant = variant
-        self._grid = grid
         self._count = count
         size = max(p.offset + p.size for p in variant.params)
         self._launcher = driver.launcher(function, variant.threads, variant.shared, size, variant.num_ctas)
+        self._fire = self._launcher.at(*grid)
         template = bytearray(size)
         pointers = []
         for arg, param in zip(kernel.args, variant.params, strict=False):
@@ -89,8 +89,7 @@ class Plan:
             self._pack(buffer.data, self._offset, *pointers)
             if scratch:
                 struct.pack_into("<Q", buffer.data, self._scratch_offset, scratch)
-            x, y, z = self._grid
-            self._launcher(x, y, z, stream, buffer)
+            self._fire(stream, buffer)
         finally:
             # The driver has copied the parameters, or refused them.
             pool.append(buffer)

@@ -43,10 +43,24 @@ class DeviceState:
     def __init__(self, driver: Driver, device: Device) -> None:
         self.driver = driver
         self.device = device
-        self.decisions: tuple[Decision, ...] = find(driver, device)
-        self.bundle: Bundle | None = next((d.bundle for d in self.decisions if isinstance(d, Accepted)), None)
+        self.bundle: Bundle | None = None
+        self._lock = threading.Lock()
+        self._candidates = find(driver, device)
+        self._decisions: list[Decision] = []
+        for decision in self._candidates:
+            self._decisions.append(decision)
+            if isinstance(decision, Accepted):
+                self.bundle = decision.bundle
+                break
         self.functions: dict[tuple[str, str, int], Function] = {}
         self.plans: dict[tuple[str | int, ...], Plan] = {}
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decision on every candidate; those behind the accepted bundle are made when first asked for."""
+        with self._lock:
+            self._decisions.extend(self._candidates)
+            return tuple(self._decisions)
 
     def no_bundle(self, cell: str) -> Choice:
         """A choice that fails because no bundle was accepted for this device."""

@@ -279,3 +279,21 @@ def test_hip_layouts_are_those_of_the_header(tmp_path):
         hip._NO_DEVICE,
         hip._STREAM_CAPTURE_IMPLICIT,
     )
+
+
+def test_one_buffer_follows_the_stream(fake):
+    """What a buffer remembers of its last launch saves packing, and nothing else."""
+    driver, launch = prepared(fake)
+    fire, buffer = launch.at(3, 2, 1), launch.buffer()
+    with driver.on_device(0):
+        for stream in (STREAM, STREAM, STREAM + 64, 0, STREAM):
+            fire(stream, buffer)
+        launch.at(7, 1, 5)(STREAM, launch.buffer())
+    assert [(seen.stream, seen.grid) for seen in fake.launches] == [
+        (STREAM, (3, 2, 1)),
+        (STREAM, (3, 2, 1)),
+        (STREAM + 64, (3, 2, 1)),
+        (0, (3, 2, 1)),
+        (STREAM, (3, 2, 1)),
+        (STREAM, (7, 1, 5)),
+    ]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("clean_loader")
 def decisions(arch="90", version=13040, kind=FakeCuda):
     fake = kind([FakeDevice(arch)], version=version)
     made = fake.driver()
-    found = find(made, made.devices()[0])
+    found = tuple(find(made, made.devices()[0]))
     assert fake.errors == []
     return found
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from op_kit import GEMMS, HIGH, call, layout, made, operands, outputs, same
@@ -209,3 +212,25 @@ def test_subclasses_go_through_the_dispatcher(name):
     assert Wrapped.seen[1] == f"fp8_aot.{name}.out"
     for one, other in zip(out, call(name, inputs), strict=True):
         assert torch.equal(torch_call._bits(one), torch_call._bits(other))
+
+
+def test_fakes_know_the_fp8_dtype_of_each_device():
+    """On ROCm the fp8 dtype depends on the device, which a Meta kernel does not see: fakes are registered there."""
+    script = """
+import torch
+torch.version.hip = "6.2"
+from types import SimpleNamespace
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(gcnArchName="gfx942")
+import fp8_aot.loader.ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    for device in ("cpu", "cuda:0"):
+        x = torch.empty(3, 300, device=device)
+        y, scale = torch.ops.fp8_aot.act_quant_lhs(x)
+        print(y.dtype, y.device, y.stride(), scale.stride())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "torch.float8_e4m3fn cpu (300, 1) (1, 3)",
+        "torch.float8_e4m3fnuz cuda:0 (300, 1) (1, 3)",
+    ], done.stderr

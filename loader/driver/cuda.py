@@ -10,7 +10,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from typing import Any, ClassVar
 
 from fp8_aot.loader.driver.base import Backend, Device, Driver, bind
-from fp8_aot.loader.driver.launch import ArgumentLauncher, Foreign, Function, LaunchBuffer, Launcher
+from fp8_aot.loader.driver.launch import ArgumentLauncher, Fire, Foreign, Function, LaunchBuffer, Launcher
 from fp8_aot.loader.errors import DriverError
 
 LIBRARY = "libcuda.so.1"
@@ -105,18 +105,22 @@ class ConfigLauncher(Launcher):
         config = bytes(_CONFIG.size) + _CONFIG_ATTRIBUTES.pack(address, count)
         return LaunchBuffer(self._params_size, _EXTRA_END, config, self._cluster)
 
-    def __call__(self, gx: int, gy: int, gz: int, stream: int, buffer: LaunchBuffer) -> None:
-        place = (gx, gy, gz, stream)
-        if buffer.place != place:
-            try:
-                _CONFIG.pack_into(
-                    buffer.config, 0, gx * self._num_ctas, gy, gz, self._threads, 1, 1, self._shared, stream
-                )
-            except struct.error:
-                raise self._bad_grid(gx, gy, gz) from None
-            buffer.place = place
-        if code := self._launch(buffer.config_pointer, self._handle, None, buffer.extra_pointer):
-            raise self._failure(gx, gy, gz, code)
+    def at(self, gx: int, gy: int, gz: int) -> Fire:
+        fixed = (gx * self._num_ctas, gy, gz, self._threads, 1, 1, self._shared)
+        try:
+            _CONFIG.pack(*fixed, 0)
+        except struct.error:
+            raise self._bad_grid(gx, gy, gz) from None
+        launch, handle, pack_into = self._launch, self._handle, _CONFIG.pack_into
+
+        def fire(stream: int, buffer: LaunchBuffer) -> None:
+            if buffer.stream != stream:
+                pack_into(buffer.config, 0, *fixed, stream)
+                buffer.stream = stream
+            if code := launch(buffer.config_pointer, handle, None, buffer.extra_pointer):
+                raise self._failure(gx, gy, gz, code)
+
+        return fire
 
 
 class CudaDriver(Driver):

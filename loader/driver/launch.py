@@ -50,10 +50,10 @@ class LaunchBuffer:
     Attributes:
         data: the parameters' bytes, 64-byte aligned, zero at first; write them with ``struct.pack_into``.
         config: the bytes of the launch configuration, if the launcher passes one.
-        place: the grid and stream that ``config`` holds, so that a launch like the last one packs neither.
+        stream: the stream that ``config`` holds, so that another launch on it packs nothing; None if it holds none.
     """
 
-    __slots__ = ("_keep", "config", "config_pointer", "data", "extra_pointer", "place")
+    __slots__ = ("_keep", "config", "config_pointer", "data", "extra_pointer", "stream")
 
     def __init__(self, size: int, end: int, config: bytes = b"", keep: object = None) -> None:
         """Make a buffer of ``size`` bytes.
@@ -74,13 +74,17 @@ class LaunchBuffer:
         length = ctypes.c_size_t(size)
         self.data: ctypes.Array[ctypes.c_char] = (ctypes.c_char * size).from_buffer(room, offset)
         self.config: ctypes.Array[ctypes.c_char] = ctypes.create_string_buffer(config, max(len(config), 1))
-        self.place: tuple[int, int, int, int] | None = None
+        self.stream: int | None = None
         self.config_pointer = ctypes.c_void_p(ctypes.addressof(self.config))
         extra = (ctypes.c_void_p * 5)(
             _BUFFER_POINTER, ctypes.addressof(self.data), _BUFFER_SIZE, ctypes.addressof(length), end
         )
         self.extra_pointer = ctypes.c_void_p(ctypes.addressof(extra))
         self._keep = (length, extra, keep)
+
+
+Fire = Callable[[int, LaunchBuffer], None]
+"""Launches on a stream, with a buffer."""
 
 
 class Failing(Protocol):
@@ -143,16 +147,29 @@ class Launcher(ABC):
         """A new buffer for launches by this launcher, and by no launcher of another parameter size."""
 
     @abstractmethod
-    def __call__(self, gx: int, gy: int, gz: int, stream: int, buffer: LaunchBuffer) -> None:
-        """Launch a grid of ``gx * num_ctas`` x ``gy`` x ``gz`` blocks on ``stream``, asynchronously.
+    def at(self, gx: int, gy: int, gz: int) -> Fire:
+        """What launches a grid of ``gx * num_ctas`` x ``gy`` x ``gz`` blocks, asynchronously, again and again.
 
-        Every grid dimension is at least 1: drivers refuse an empty grid.
+        It is called with a stream's handle and a buffer, which no launch of another grid may have used.  It is a
+        closure, since reading a closure's variables costs Python less than reading attributes.  Every grid
+        dimension is at least 1: drivers refuse an empty grid.
 
         Raises:
+            ValueError: a grid dimension is out of range.
+
+        What is returned raises:
             DriverError: the driver refused; ``code`` is its error code, on CUDA 201 if the thread has no
                 context.
-            ValueError: a grid dimension is out of range.
         """
+
+    def __call__(self, gx: int, gy: int, gz: int, stream: int, buffer: LaunchBuffer) -> None:
+        """Launch once, with any buffer of this launcher.
+
+        Raises:
+            DriverError, ValueError: as ``at`` and what it returns.
+        """
+        buffer.stream = None
+        self.at(gx, gy, gz)(stream, buffer)
 
     def _failure(self, gx: int, gy: int, gz: int, code: int) -> DriverError:
         function = self._function
@@ -199,21 +216,14 @@ class ArgumentLauncher(Launcher):
     def buffer(self) -> LaunchBuffer:
         return LaunchBuffer(self._params_size, self._end)
 
-    def __call__(self, gx: int, gy: int, gz: int, stream: int, buffer: LaunchBuffer) -> None:
+    def at(self, gx: int, gy: int, gz: int) -> Fire:
         if (gx | gy | gz) >> _GRID_BITS:
             raise self._bad_grid(gx, gy, gz)
-        one = self._one
-        if code := self._launch(
-            self._handle,
-            gx,
-            gy,
-            gz,
-            self._threads_argument,
-            one,
-            one,
-            self._shared_argument,
-            stream,
-            None,
-            buffer.extra_pointer,
-        ):
-            raise self._failure(gx, gy, gz, code)
+        launch, handle, one = self._launch, self._handle, self._one
+        threads, shared = self._threads_argument, self._shared_argument
+
+        def fire(stream: int, buffer: LaunchBuffer) -> None:
+            if code := launch(handle, gx, gy, gz, threads, one, one, shared, stream, None, buffer.extra_pointer):
+                raise self._failure(gx, gy, gz, code)
+
+        return fire
