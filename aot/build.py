@@ -123,7 +123,7 @@ def build(
             finish(key, hit)
     cached = len(results)
     missing = [(key, job) for key, (job, _) in jobs_of.items() if key not in results]
-    _compile_all(missing, jobs, cache, finish)
+    _compile_all(missing, jobs, cache, cache.directory if cache else out, finish)
 
     keys = {cell.id + cell.target.name: key for key, (_, of_key) in jobs_of.items() for cell in of_key}
     reports = []
@@ -142,15 +142,19 @@ def _compile_all(
     missing: Sequence[tuple[str, Request]],
     jobs: int,
     cache: Cache | None,
+    folder: Path,
     finish: Callable[[str, Compiled | Failed], None],
 ) -> None:
+    """Compile in processes whose temporary files lie in a scratch folder below ``folder``."""
     if not missing:
         return
     # spawn: a fork would share the parent's Triton and its state with every compiler.
     context = multiprocessing.get_context("spawn")
     with (
-        tempfile.TemporaryDirectory(prefix="fp8-aot-", ignore_cleanup_errors=True) as scratch,
-        pebble.ProcessPool(jobs, context=context, initializer=worker.prepare, initargs=(Path(scratch),)) as pool,
+        tempfile.TemporaryDirectory(prefix=".scratch-", dir=folder, ignore_cleanup_errors=True) as scratch,
+        pebble.ProcessPool(
+            jobs, context=context, initializer=worker.prepare, initargs=(Path(scratch).resolve(),)
+        ) as pool,
     ):
         futures = {
             pool.schedule(worker.compile_request, args=(job,), timeout=CELL_SECONDS): (key, job) for key, job in missing

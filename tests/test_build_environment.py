@@ -37,6 +37,40 @@ def test_no_torch_in_any_process(good: dict[str, Any], tmp_path: Path) -> None:
     assert marker.exists()
 
 
+# Python runs this in every process whose PYTHONPATH has it, workers included.
+WATCH = """
+import os, sys
+log = os.open(os.environ["WATCH_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def hook(event, args):
+    if event == "open" and isinstance(args[2], int) and isinstance(args[0], (str, bytes)):
+        changes = args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    else:
+        changes = event in ("os.mkdir", "os.rename", "os.symlink", "os.link")
+    for path in args[: 2 if event == "os.rename" else 1] if changes else ():
+        os.write(log, (os.path.abspath(os.fsdecode(path)) + "\\n").encode())
+sys.addaudithook(hook)
+"""
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_nothing_is_ever_written_elsewhere(good: dict[str, Any], tmp_path: Path, cached: bool) -> None:
+    """Not even for a moment: every path that a builder's or a worker's Python opens to write, makes or moves."""
+    watch, log, temporary = tmp_path / "watch", tmp_path / "log", tmp_path / "tmp"
+    out, cache = tmp_path / "new", tmp_path / "kept" if cached else None
+    watch.mkdir()
+    temporary.mkdir()
+    (watch / "sitecustomize.py").write_text(WATCH)
+    env = {**good["env"], "PYTHONPATH": f"{watch}{os.pathsep}{good['env']['PYTHONPATH']}", "WATCH_LOG": str(log)}
+    env |= {"TMPDIR": str(temporary), "HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    report = build_json(good["matrix"], out, cache, env=env)
+    assert report["compiled"] == 2
+    written = {Path(line) for line in log.read_text().splitlines()} - {Path(os.devnull)}
+    assert any(path.suffix == ".zip" for path in written)
+    assert any(".scratch-" in str(path) for path in written), "the workers are watched too"
+    legal = [out, *([cache] if cache else [])]
+    assert not [path for path in written if not any(path.is_relative_to(folder) for folder in legal)]
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_nothing_is_written_elsewhere(good: dict[str, Any], tmp_path: Path) -> None:
     """Only ``--out`` and ``--cache`` change: not the home, not the checkout, not the temporary folder."""
