@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from fp8_aot.aot.cells import Cell
 from fp8_aot.aot.compile import assumed
 from fp8_aot.aot.elf import ElfError, KernelInfo, read_object
@@ -81,10 +79,9 @@ def kernel_entry(entry: KernelEntry) -> schema.Kernel:
     )
     args = tuple(_argument(spec, arg) for arg in spec.args)
     dtypes = {axis: tuple(legal) for axis, legal in spec.dtypes.items()}
-    abi = hashlib.sha256(msgspec.json.encode((tensors, args, dtypes), order="sorted")).hexdigest()
     return schema.Kernel(
         name=spec.name,
-        abi=abi,
+        abi=schema.abi_of(tensors, args, dtypes),
         source=entry.source,
         source_sha256=source_sha256(spec.fn),
         promise=spec.promise,

@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8_aot.aot.elf import ElfError, ObjectInfo, read_object
-from fp8_aot.aot.errors import WorkError
+from fp8_aot.aot.opened import Opened, open_bundle
 from fp8_aot.loader import schema
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A bundle in memory: its manifest, and the contents of its objects by sha256."""
-
-    path: Path
-    size: int
-    manifest: schema.Manifest
-    objects: dict[str, memoryview]
-
-
-def open_bundle(path: Path) -> Opened:
-    """Read a bundle file; the objects' contents are not checked yet.
-
-    Raises:
-        WorkError: the file cannot be read.
-        BundleError: it is no whole bundle of this schema.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise WorkError(f"{path}: cannot read the bundle: {error.strerror}") from None
-    entries = schema.read(data, str(path))
-    manifest = schema.decode(bytes(entries.pop("manifest.json")), str(path))
-    objects = {name.removeprefix("objects/").partition(".")[0]: view for name, view in entries.items()}
-    return Opened(path, len(data), manifest, objects)
 
 
 def verify(path: Path) -> tuple[Opened, list[str]]:
@@ -44,13 +16,13 @@ def verify(path: Path) -> tuple[Opened, list[str]]:
     The checks: the file is canonical and no content has a flipped bit; the manifest is well formed and
     written as the builder writes it; each object is there, none is left over, and each has its digest
     and size; each object's ELF is for the bundle's target; and the kernel that each variant names has
-    exactly the parameters that the manifest states, and its registers, spills and shared memory.
+    exactly the parameters that the manifest states, and its registers, spills, static shared memory and threads.
 
     Raises:
         WorkError, BundleError: the file cannot be read as a bundle at all.
     """
     bundle = open_bundle(path)
-    data = path.read_bytes()
+    data = bundle.data
     problems = [f"{name}: contents are damaged (CRC)" for name in schema.damaged(data, str(path))]
     entries = schema.read(data, str(path))
     if bytes(entries["manifest.json"]) != schema.encode(bundle.manifest):

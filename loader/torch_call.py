@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from fp8_aot.loader import config, contract, reference
-from fp8_aot.loader.dispatch import Choice
+from fp8_aot.loader import config, contract, reference, schema
+from fp8_aot.loader.dispatch import Choice, Step
 from fp8_aot.loader.driver import DriverError
 from fp8_aot.loader.errors import MissError
 from fp8_aot.loader.plan import Plan
-from fp8_aot.loader.runtime import runtime
+from fp8_aot.loader.runtime import DeviceState, runtime
 from fp8_aot.loader.schema import Variant
 from fp8_aot.loader.torch_check import FP8, NAMES, Layout, Signature, fp8_dtype
 from fp8_aot.loader.views import TensorView
@@ -294,11 +294,16 @@ class Call:
         try:
             state = runtime.state(_backend(), first.get_device())
             views = {name: _view(tensor) for name, tensor in tensors.items()}
+            foreign = self._foreign(state)
             if mode == "jit":
-                choice, _ = runtime.choose(state, op.name, axis, sizes, views)
+                choice = foreign or runtime.choose(state, op.name, axis, sizes, views)[0]
                 self._jit(tensors, sizes, choice.variant)
                 return None
-            plan, choice = runtime.plan(state, op.name, axis, sizes, views, _current_stream(first.get_device()))
+            plan: Plan | None = None
+            if foreign is not None:
+                choice = foreign
+            else:
+                plan, choice = runtime.plan(state, op.name, axis, sizes, views, _current_stream(first.get_device()))
             if plan is not None:
                 return _Ready(layouts, plan, first, state)
             reason, cell = choice.reason, choice.cell
@@ -324,6 +329,17 @@ class Call:
             jit.launch(self.op.name, tensors, sizes, FP8[fp8_dtype(device)], like)
         runtime.fallbacks.add()
 
+    def _foreign(self, state: DeviceState) -> Choice | None:
+        """A choice that fails because the bundle's kernel of this name is not this operation's: a bundle made by
+        another version may call the same what takes other tensors, or lays them out otherwise."""
+        kernel = state.bundle.kernels.get(self.op.name) if state.bundle else None
+        if kernel is None or _interface(kernel.tensors) == _interface(self.op.inputs + self.op.outputs):
+            return None
+        assert state.bundle is not None
+        reason = f"its {self.op.name} takes other tensors than this fp8-aot's: rebuild the bundle with this version"
+        cell = f"{self.op.name} for {state.bundle.manifest.target.name}"
+        return Choice(cell, None, (Step(str(state.bundle.path), False, reason),))
+
     def explain(self, inputs: tuple[torch.Tensor, ...], out_dtype: torch.dtype) -> Choice:
         """The choice that a call with these inputs would make, and every step of it.
 
@@ -345,10 +361,16 @@ class Call:
         views = dict(zip(names, (*map(_view, inputs), *outputs), strict=True))
         axis = {"out": NAMES[out_dtype]} if self.signature.gemm else {"in": NAMES[inputs[0].dtype]}
         state = runtime.state(_backend(), inputs[0].get_device())
-        choice, _ = runtime.choose(state, self.op.name, axis, sizes, views)
+        choice = self._foreign(state) or runtime.choose(state, self.op.name, axis, sizes, views)[0]
         if state.bundle is None:
             return choice
         return structs.replace(choice, steps=(*state.steps(), *choice.steps))
+
+
+def _interface(tensors: Sequence[schema.Tensor] | Sequence[contract.Tensor]) -> list[tuple[object, ...]]:
+    """What a caller depends on of an operation's or a kernel's tensors."""
+    roles = {"high": "in"}
+    return [(t.name, roles.get(t.dtype, t.dtype), [(d.symbol, d.group) for d in t.shape], t.unit_dim) for t in tensors]
 
 
 _warned: dict[str, object] = {}

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fake_driver import FakeCuda, FakeDevice, FakeHip
 
 from fp8_aot.loader import driver
-from fp8_aot.loader.schema import decode, encode, write
+from fp8_aot.loader.schema import Kernel, abi_of, decode, encode, write
 from fp8_aot.loader.views import TensorView
 
 BACKENDS = {"sm90": "cuda", "sm100": "cuda", "gfx942": "hip"}
@@ -49,6 +50,12 @@ def write_bundle(path: Path, manifest: Mapping[str, Any], objects: Mapping[str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(write(encode(decode(json.dumps(manifest).encode(), "test")), objects or {}))
     return path
+
+
+def with_abi(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """A kernel of a manifest that was changed, with the abi that it now has."""
+    made = msgspec.convert(kernel, Kernel)
+    return {**kernel, "abi": abi_of(made.tensors, made.args, made.dtypes)}
 
 
 def kernel_of(manifest: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -44,15 +44,15 @@ def test_help_is_quick(args: list[str]) -> None:
     assert min(times) < 1
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_looking_at_a_bundle_needs_no_triton(command: str, bundles: Path) -> None:
+@pytest.mark.parametrize(("command", "imported"), [("inspect", "imported"), ("verify", "imported elftools")])
+def test_looking_at_a_bundle_needs_no_triton(command: str, imported: str, bundles: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED, command, bundles / "sm90.zip"],
         capture_output=True,
         text=True,
         env=compiling_environment(),
     )
-    assert (done.returncode, done.stderr) == (0, "imported elftools\n")
+    assert (done.returncode, done.stderr) == (0, f"{imported}\n")
 
 
 def test_help_names_every_command() -> None:
@@ -178,3 +178,28 @@ def test_output_that_cannot_be_written() -> None:
     assert done.stderr.startswith("fp8-aot: error: ")
     assert "No space left on device" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "module", "package"),
+    [
+        (["list"], "triton", "Triton"),
+        (["build", "--dry-run"], "pebble", "pebble"),
+        (["build"], "triton", "Triton"),
+        (["verify", "BUNDLE"], "elftools", "pyelftools"),
+    ],
+)
+def test_what_is_not_installed_is_named(args: list[str], module: str, package: str, bundles: Path) -> None:
+    script = f"import sys; sys.modules[{module!r}] = None; from fp8_aot.aot.cli import run; sys.exit(run(sys.argv[1:]))"
+    args = [str(bundles / "sm90.zip") if arg == "BUNDLE" else arg for arg in args]
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, cwd=ROOT)
+    expected = f"this command needs {package}, which is not installed: pip install 'fp8-aot[build]'"
+    assert (done.returncode, done.stderr, done.stdout) == (2, f"fp8-aot: error: {expected}\n", "")
+
+
+def test_inspect_needs_nothing_of_the_builder(bundles: Path) -> None:
+    missing = "".join(f"sys.modules[{name!r}] = None; " for name in ("triton", "pebble", "elftools", "torch"))
+    script = f"import sys; {missing}from fp8_aot.aot.cli import run; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", script, "inspect", str(bundles / "sm90.zip")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from loader_kit import (
     objects_of,
     packed,
     views_of,
+    with_abi,
     write_bundle,
 )
 
@@ -149,7 +150,8 @@ def test_mixed_dtypes_of_one_axis_are_refused(on, bundles):
     manifest = manifest_of(bundles / "sm90.zip")
     kernel = kernel_of(manifest, "act_quant_lhs")
     kernel["tensors"][1]["dtype"] = "in"
-    manifest["kernels"] = [kernel if k["name"] == "act_quant_lhs" else k for k in manifest["kernels"]]
+    kernels = manifest["kernels"]
+    manifest["kernels"] = [with_abi(kernel) if k["name"] == "act_quant_lhs" else k for k in kernels]
     fake = on("sm90")
     config.update(None, write_bundle(bundles.parent / "mixed.zip", manifest))
     views = views_of(manifest, "act_quant_lhs", {"in": "fp16"}, {"M": 3, "K": 5})

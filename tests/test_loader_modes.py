@@ -8,7 +8,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from loader_kit import manifest_of, objects_of, stand_in, write_bundle
+from loader_kit import manifest_of, objects_of, stand_in, with_abi, write_bundle
 from torch_kit import FP8, NAMES, call, expected, without
 
 from fp8_aot import loader
@@ -128,3 +128,39 @@ def test_jit_without_triton_says_what_to_install(gpu, monkeypatch, bundles, tmp_
         pytest.raises(loader.MissError, match=r"No module named 'triton'; install a bundle .* pip install 'fp8-aot"),
     ):
         call("act_quant_lhs", gpu.operands("act_quant_lhs", 4, 0, 128))
+
+
+@pytest.mark.parametrize("change", ["name", "unit_dim", "group"])
+def test_a_kernel_of_another_interface_is_a_miss(gpu, by_jit, bundles, tmp_path, change):
+    """A bundle whose own parts agree, but whose kernel is not the operation that this package calls so."""
+    manifest = manifest_of(bundles / f"{gpu.target}.zip")
+    (kernel,) = (k for k in manifest["kernels"] if k["name"] == "act_quant_lhs")
+    scale = kernel["tensors"][2]
+    if change == "name":
+        scale["name"] = "s"
+        for arg in kernel["args"]:
+            arg["tensor"] = "s" if arg.get("tensor") == "scale" else arg.get("tensor")
+            if arg["tensor"] is None:
+                del arg["tensor"]
+    elif change == "unit_dim":
+        scale["unit_dim"] = 1
+    else:
+        scale["shape"][1]["group"] = 64
+    kernel.update(with_abi(kernel))
+    path = write_bundle(tmp_path / "foreign.zip", manifest, objects_of(bundles / f"{gpu.target}.zip"))
+    loader.configure(mode="strict", bundle_path=path)
+    inputs = gpu.operands("act_quant_lhs", 64, 0, 256)
+    reason = "its act_quant_lhs takes other tensors than this fp8-aot's: rebuild the bundle with this version"
+    with pytest.raises(loader.MissError, match=reason):
+        call("act_quant_lhs", inputs)
+    assert loader.explain("act_quant_lhs", *inputs).reason == reason
+    assert gpu.fake.launches == gpu.fake.loads == [] and by_jit == []
+    call("act_quant_rhs", gpu.operands("act_quant_rhs", 64, 0, 256))
+    assert len(gpu.fake.launches) == 1
+
+
+def test_an_abi_that_is_not_the_kernels_is_no_bundle(bundles, tmp_path):
+    manifest = manifest_of(bundles / "sm90.zip")
+    manifest["kernels"][0]["abi"] = "0" * 64
+    with pytest.raises(loader.BundleError, match="kernel act_quant_lhs: its abi is not that of its tensors"):
+        write_bundle(tmp_path / "wrong.zip", manifest)

@@ -24,6 +24,10 @@ COMMANDS = {
 }
 
 
+BUILD_PACKAGES = {"triton": "Triton", "pebble": "pebble", "elftools": "pyelftools"}
+"""Modules of the ``build`` extra, which nodes that only run kernels do without, and what they are called."""
+
+
 class _Commands(click.Group):
     """Subcommands are found by name, so that ``--help`` and ``list`` do not wait for what ``build`` imports."""
 
@@ -99,6 +103,10 @@ def _describe(error: Exception) -> tuple[str, int]:
         return error.format_message(), 1
     if isinstance(error, UsageError):
         return str(error), 2
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing in BUILD_PACKAGES:
+        package = BUILD_PACKAGES[missing]
+        return f"this command needs {package}, which is not installed: pip install 'fp8-aot[build]'", 2
     if isinstance(error, WorkError | LoaderError | OSError):
         return str(error), 1
     return f"internal error: {type(error).__name__}: {error}  (--debug shows where)", 1

@@ -19,16 +19,16 @@ from fp8_aot.loader.schema import Condition, Manifest
 @json_option
 def command(path: Path, kernels: tuple[str, ...], as_json: bool) -> None:
     """Show what a bundle contains: target, toolchain, kernels, variants and dispatch rules."""
-    from fp8_aot.aot.verify import open_bundle
+    from fp8_aot.aot.opened import open_bundle
 
     bundle = open_bundle(path)
     manifest = _only(bundle.manifest, kernels)
     if as_json:
-        print_json({"bundle": str(path), "bytes": bundle.size, **msgspec.to_builtins(manifest)})
+        print_json({"bundle": str(path), "bytes": len(bundle.data), **msgspec.to_builtins(manifest)})
         return
     target, made_by, provenance = manifest.target, manifest.toolchain, manifest.provenance
     commit = "unknown" if provenance.commit is None else provenance.commit
-    click.echo(f"{path}: {bundle.size:,} bytes, fp8-aot {manifest.version}, manifest schema {manifest.schema}")
+    click.echo(f"{path}: {len(bundle.data):,} bytes, fp8-aot {manifest.version}, manifest schema {manifest.schema}")
     click.echo(f"target      {target.name}: {target.backend} {target.arch}, {target.fp8}, warps of {target.warp_size}")
     click.echo(f"toolchain   Triton {made_by.triton}, {made_by.assembler.name} {made_by.assembler.version}")
     click.echo(f"driver      {made_by.min_driver} or newer")

@@ -22,7 +22,11 @@ def command(bundles: tuple[Path, ...], as_json: bool) -> int:
     for path in bundles:
         try:
             bundle, problems = verify(path)
-            facts = {"variants": len(bundle.manifest.variants), "objects": len(bundle.objects), "bytes": bundle.size}
+            facts = {
+                "variants": len(bundle.manifest.variants),
+                "objects": len(bundle.objects),
+                "bytes": len(bundle.data),
+            }
         except (WorkError, BundleError) as error:
             facts, problems = {}, [str(error)]
         results.append({"bundle": str(path), "ok": not problems, **facts, "problems": problems})

@@ -6,6 +6,7 @@ Compatibility is decided by :data:`SCHEMA` and by each kernel's ``abi``, never b
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Annotated, Literal, NoReturn
 
@@ -265,6 +266,11 @@ def decode(data: bytes, where: str) -> Manifest:
     return manifest
 
 
+def abi_of(tensors: tuple[Tensor, ...], args: tuple[Argument, ...], dtypes: dict[str, tuple[str, ...]]) -> str:
+    """The ``abi`` of a kernel: sha256 over what its callers depend on."""
+    return hashlib.sha256(msgspec.json.encode((tensors, args, dtypes), order="sorted")).hexdigest()
+
+
 def check(manifest: Manifest, where: str) -> None:
     """Check that the parts of a manifest refer to each other rightly.
 
@@ -307,6 +313,9 @@ def check(manifest: Manifest, where: str) -> None:
                     fail(f"dispatch of {entry.kernel} {entry.dtypes} names {name}, which is no variant of it")
                 elif chosen.specialization != kind:
                     fail(f"dispatch of {entry.kernel} {entry.dtypes} takes {name} for {kind}")
+    for kernel in manifest.kernels:
+        if kernel.abi != abi_of(kernel.tensors, kernel.args, kernel.dtypes):
+            fail(f"kernel {kernel.name}: its abi is not that of its tensors, arguments and dtypes")
 
 
 def _check_kernel(kernel: Kernel, fail: Callable[[str], NoReturn]) -> None:
