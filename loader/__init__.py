@@ -66,7 +66,8 @@ def __getattr__(name: str) -> Any:
 def configure(*, mode: str | None = None, bundle_path: str | os.PathLike[str] | None = None) -> None:
     """Choose the mode and where bundles are looked for first; None leaves a setting as it is.
 
-    Kernels that are loaded are unloaded, so that the next launch follows the new settings.
+    Kernels that are loaded are unloaded, so that the next launch follows the new settings: none may be running,
+    and graphs captured with them are void.
 
     Args:
         mode: ``"strict"`` (a miss raises), ``"warn"`` (one warning for each missing cell, then the JIT) or

@@ -26,7 +26,7 @@ class DriverError(LoaderError):
 
 
 class MissError(LoaderError):
-    """No prebuilt kernel fits a launch, and the mode forbids the JIT."""
+    """No prebuilt kernel fits a launch, and the JIT is forbidden, not installed, or not offered (``launch``)."""
 
 
 class CaptureError(LoaderError):
@@ -34,4 +34,4 @@ class CaptureError(LoaderError):
 
 
 class ForkError(LoaderError):
-    """A kernel was loaded before this process was forked: GPU drivers do not survive a fork."""
+    """The driver was used before this process was forked: GPU drivers do not survive a fork."""
