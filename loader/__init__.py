@@ -75,6 +75,7 @@ def configure(*, mode: str | None = None, bundle_path: str | os.PathLike[str] | 
         bundle_path: a bundle file or a folder of them; several joined by ``os.pathsep``.
 
     Raises:
+        TypeError: ``bundle_path`` is no path.
         ValueError: ``mode`` is not a mode.
     """
     config.update(mode, bundle_path)

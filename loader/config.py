@@ -38,6 +38,7 @@ def update(mode: str | None, bundle_path: str | os.PathLike[str] | None) -> None
     """Change settings; None leaves one as it is.
 
     Raises:
+        TypeError: ``bundle_path`` is no path.
         ValueError: ``mode`` is not a mode.
     """
     global _settings
@@ -45,6 +46,8 @@ def update(mode: str | None, bundle_path: str | os.PathLike[str] | None) -> None
         settings() if mode is None else structs.replace(_settings or Settings("warn", ()), mode=_mode(mode, "mode"))
     )
     if bundle_path is not None:
+        if not isinstance(bundle_path, (str, os.PathLike)):
+            raise TypeError(f"bundle_path is a {type(bundle_path).__name__}, expected a path")
         changed = structs.replace(changed, bundle_path=_paths(os.fspath(bundle_path)))
     _settings = changed
 

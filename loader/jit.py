@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8_aot.loader.errors import MissError
 from fp8_aot.loader.schema import Variant
 
 
@@ -32,22 +31,15 @@ def launch(
 ) -> None:
     """Launch a kernel of ``fp8_aot.kernels`` by the JIT on torch tensors, on the current stream.
 
+    Only where :func:`available` finds nothing missing.
+
     Args:
         kernel: the kernel's name.
         tensors: torch tensors by name, inputs and outputs.
         sizes: values of the size symbols.
         fp8: the device's fp8 dtype.
         like: the variant whose tile config is to be used; the kernel's default config without one.
-
-    Raises:
-        MissError: Triton or the kernels are not installed.
     """
-    missing = available()
-    if missing:
-        raise MissError(
-            f"no prebuilt kernel {kernel} fits, and the JIT cannot be used: {missing}; install a bundle for "
-            "this device, or pip install 'fp8-aot[build]'"
-        )
     from fp8_aot.kernels import SPECS
     from fp8_aot.kernels.spec import COMPILE_OPTIONS, Config, Pointer, Size
 

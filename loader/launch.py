@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fp8_aot.loader.contract import MAX_SIZE
 from fp8_aot.loader.driver import default_driver, get_driver
 from fp8_aot.loader.errors import MissError
 from fp8_aot.loader.runtime import DeviceState, runtime
@@ -41,8 +42,12 @@ def launch(
         ForkError: this process was forked from one in which the loader had used the driver.
         IntegrityError, DriverError: the kernel's object is damaged; the driver is missing, or refused.
     """
-    if not isinstance(stream, int) or not 0 <= stream < 2**64:
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors is a {type(tensors).__name__}, expected a mapping from names to tensors")
+    if not isinstance(stream, int):
         raise TypeError(f"stream is {stream!r}, expected the driver's handle, an integer")
+    if not 0 <= stream < 2**64:
+        raise ValueError(f"stream is {stream}, expected the driver's handle, 0 to 2**64 - 1")
     views = {name: as_view(name, value) for name, value in tensors.items()}
     state = _state(views, device, backend)
     if state.bundle is None:
@@ -142,8 +147,8 @@ def check_tensors(kernel: Kernel, views: Mapping[str, TensorView]) -> dict[str, 
             raise ValueError(f"{kernel.name}: {tensor.name} has shape {view.shape}, expected {expected}")
         _check_strides(kernel, tensor, view)
     for symbol, size in sizes.items():
-        if not 0 <= size <= 2**31 - 2**16:
-            raise ValueError(f"{kernel.name}: size {symbol} is {size}, expected at most {2**31 - 2**16}")
+        if not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"{kernel.name}: size {symbol} is {size}, expected at most {MAX_SIZE}")
     return sizes
 
 

@@ -85,7 +85,11 @@ class Call:
 
     def quantize(self, x: torch.Tensor, out: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a quantizer."""
-        if out is None and type(x) is _Tensor and not (x.requires_grad or _compiling() or _dispatch_modes()):
+        if (
+            out is None
+            and type(x) is _Tensor
+            and not (x.requires_grad or _compiling() or _dispatch_modes() or _function_modes())
+        ):
             try:
                 x_ptr = x.data_ptr()
                 ready = self._ready.get((_BF16, True, (x.shape, x.stride(), x.dtype, x.get_device(), x_ptr & 15)))
@@ -111,8 +115,10 @@ class Call:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run a GEMM."""
-        plain = type(a) is type(b) is type(a_s) is type(b_s) is _Tensor and not (a_s.requires_grad or b_s.requires_grad)
-        if out is None and plain and not (_compiling() or _dispatch_modes()):
+        plain = type(a) is type(b) is type(a_s) is type(b_s) is _Tensor and not (
+            a.requires_grad or b.requires_grad or a_s.requires_grad or b_s.requires_grad
+        )
+        if out is None and plain and not (_compiling() or _dispatch_modes() or _function_modes()):
             try:
                 a_ptr, b_ptr, a_s_ptr, b_s_ptr = a.data_ptr(), b.data_ptr(), a_s.data_ptr(), b_s.data_ptr()
                 ready = self._ready.get(
@@ -316,14 +322,27 @@ class Call:
         runtime.misses.add()
         if mode == "strict":
             raise MissError(f"no prebuilt kernel for {cell}: {reason}")
-        if mode == "warn":
-            _warn_once(cell, reason)
-        self._jit(tensors, sizes, None)
+        self._jit(tensors, sizes, None, (cell, reason))
         return None
 
-    def _jit(self, tensors: dict[str, torch.Tensor], sizes: dict[str, int], like: Variant | None) -> None:
+    def _jit(
+        self,
+        tensors: dict[str, torch.Tensor],
+        sizes: dict[str, int],
+        like: Variant | None,
+        miss: tuple[str, str] | None = None,
+    ) -> None:
+        """Run by the JIT; ``miss`` is the cell that has no prebuilt kernel, and why."""
         from fp8_aot.loader import jit
 
+        if missing := jit.available():
+            wanted = "mode is jit" if miss is None else f"no prebuilt kernel for {miss[0]}: {miss[1]}"
+            raise MissError(
+                f"{wanted}; and the JIT cannot be used: {missing}: install a bundle for this device, or "
+                "pip install 'fp8-aot[build]'"
+            )
+        if miss is not None and config.settings().mode == "warn":
+            _warn_once(*miss)
         device = next(iter(tensors.values())).device
         with torch.cuda.device(device):
             jit.launch(self.op.name, tensors, sizes, FP8[fp8_dtype(device)], like)
@@ -362,9 +381,11 @@ class Call:
         axis = {"out": NAMES[out_dtype]} if self.signature.gemm else {"in": NAMES[inputs[0].dtype]}
         state = runtime.state(_backend(), inputs[0].get_device())
         choice = self._foreign(state) or runtime.choose(state, self.op.name, axis, sizes, views)[0]
-        if state.bundle is None:
-            return choice
-        return structs.replace(choice, steps=(*state.steps(), *choice.steps))
+        steps = choice.steps if state.bundle is None else (*state.steps(), *choice.steps)
+        if config.settings().mode != "jit":
+            return structs.replace(choice, steps=steps)
+        like = "the kernel's default tile" if choice.variant is None else f"the tile of {choice.variant.id}"
+        return Choice(choice.cell, None, (*steps, Step("mode jit", True, f"the JIT compiles {like}")))
 
 
 def _interface(tensors: Sequence[schema.Tensor] | Sequence[contract.Tensor]) -> list[tuple[object, ...]]:
@@ -383,7 +404,7 @@ def _warn_once(cell: str, reason: str) -> None:
     warnings.warn(
         f"no prebuilt kernel for {cell}: {reason}; compiling it now with the JIT (FP8_AOT_MODE=strict raises instead)",
         MissWarning,
-        stacklevel=8,  # the caller of the operation in loader.ops
+        stacklevel=9,  # the caller of the operation in loader.ops
     )
 
 

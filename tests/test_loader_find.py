@@ -238,6 +238,8 @@ def test_the_mode_comes_from_the_environment(monkeypatch):
         loader.configure(bundle_path="x")
     with pytest.raises(ValueError, match="mode is 'fast', expected one of strict, warn, jit"):
         loader.configure(mode="fast")
+    with pytest.raises(TypeError, match="bundle_path is a int, expected a path"):
+        loader.configure(mode="jit", bundle_path=5)
     loader.configure(mode="jit")
     assert config.settings().mode == "jit"
     loader.configure(bundle_path="x")

@@ -139,9 +139,11 @@ def test_a_set_of_tensors_that_does_not_fit(launching):
         loader.launch(GEMM, views, device=7)
     with pytest.raises(TypeError, match="a is a list, expected a TensorView"):
         loader.launch(GEMM, views | {"a": [1, 2]})
-    for stream in ("0", None, -1, 2**64, 1.0):
-        with pytest.raises(TypeError, match=f"stream is {stream!r}, expected the driver's handle"):
+    for stream, kind in (("0", TypeError), (None, TypeError), (1.0, TypeError), (-1, ValueError), (2**64, ValueError)):
+        with pytest.raises(kind, match=f"stream is {stream!r}, expected the driver's handle"):
             loader.launch(GEMM, views, stream=stream)
+    with pytest.raises(TypeError, match="tensors is a list, expected a mapping from names to tensors"):
+        loader.launch(GEMM, list(views.values()))
     assert fake.loads == fake.launches == []
 
 

@@ -90,6 +90,9 @@ def test_jit_always_takes_the_jit_with_the_bundles_tiles(gpu, by_jit, bundles):
         outputs = call("gemm_1x128_128x128", inputs)
         variant, _ = expected(gpu, bundles, "gemm_1x128_128x128", (*inputs, *outputs), {"out": "bf16"})
         assert by_jit[-1].like.id == variant["id"]
+        choice = loader.explain("gemm_1x128_128x128", *inputs)
+        assert choice.variant is None
+        assert str(choice.steps[-1]) == f"mode jit: taken: the JIT compiles the tile of {variant['id']}"
     after = loader.stats()
     assert (after.fallbacks - before.fallbacks, after.misses - before.misses) == (2, 0)
     assert gpu.fake.loads == gpu.fake.launches == []
@@ -120,14 +123,26 @@ def test_damage_is_no_miss(gpu, by_jit, bundles, tmp_path):
     assert by_jit == []
 
 
-def test_jit_without_triton_says_what_to_install(gpu, monkeypatch, bundles, tmp_path):
-    loader.configure(mode="warn", bundle_path=without(bundles, tmp_path, gpu.target, "bf16"))
+@pytest.mark.parametrize("mode", ["warn", "jit"])
+def test_jit_without_triton_says_what_is_missing(gpu, by_jit, monkeypatch, bundles, tmp_path, mode):
+    """Why nothing prebuilt fits, why the JIT cannot help, what to do; and no warning of a compilation."""
+    loader.configure(mode=mode, bundle_path=without(bundles, tmp_path, gpu.target, "bf16"))
     monkeypatch.setattr(importlib.import_module("fp8_aot.loader.jit"), "available", lambda: "No module named 'triton'")
+    why = {
+        "warn": r"no prebuilt kernel for act_quant_lhs \(in=bf16\) for .*: has act_quant_lhs for .* only",
+        "jit": "mode is jit",
+    }
     with (
-        pytest.warns(loader.MissWarning),
-        pytest.raises(loader.MissError, match=r"No module named 'triton'; install a bundle .* pip install 'fp8-aot"),
+        warnings.catch_warnings(),
+        pytest.raises(
+            loader.MissError,
+            match=f"^{why[mode]}; and the JIT cannot be used: No module named 'triton': "
+            "install a bundle .* pip install 'fp8-aot",
+        ),
     ):
+        warnings.simplefilter("error")
         call("act_quant_lhs", gpu.operands("act_quant_lhs", 4, 0, 128))
+    assert by_jit == [] and gpu.fake.launches == []
 
 
 @pytest.mark.parametrize("change", ["name", "unit_dim", "group"])

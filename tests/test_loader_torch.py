@@ -103,6 +103,32 @@ def test_given_outputs_are_planned_once_for_each_layout_and_alignment(gpu, bundl
     assert len(gpu.allocated) == len(outputs)
 
 
+@pytest.mark.parametrize("name", ["act_quant_lhs", "gemm_1x128_128x128"])
+def test_the_shortest_way_is_for_eager_calls_without_gradients(gpu, monkeypatch, name):
+    """What ``Call._eager`` sends to the dispatcher must not slip past it once a launch is prepared."""
+    asked = []
+    general = torch_call.Call.__call__
+    monkeypatch.setattr(torch_call.Call, "__call__", lambda *a, **k: asked.append(1) or general(*a, **k))
+    inputs = gpu.operands(name, 64, 128, 256)
+    call(name, inputs)
+    asked.clear()
+    call(name, inputs)
+    assert asked == [], "a prepared launch takes the shortest way"
+    for tensor in inputs:
+        tensor.requires_grad_(True)
+        call(name, inputs)
+        tensor.requires_grad_(False)
+    assert len(asked) == len(inputs)
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        call(name, inputs)
+    assert len(asked) == len(inputs) + 1
+
+
 def test_given_outputs_that_do_not_fit_are_named(gpu):
     inputs = gpu.operands("act_quant_lhs", 4, 0, 256)
     y, scale = gpu.outputs("act_quant_lhs", 4, 0, 256)

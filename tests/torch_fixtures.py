@@ -52,4 +52,5 @@ def by_jit(monkeypatch):
         asked.append(SimpleNamespace(kernel=kernel, tensors=tensors, sizes=sizes, fp8=fp8, like=like))
 
     monkeypatch.setattr(jit, "launch", launch)
+    monkeypatch.setattr(jit, "available", lambda: None)
     return asked

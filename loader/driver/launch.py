@@ -98,7 +98,7 @@ class Failing(Protocol):
 class Launcher(ABC):
     """Launches one function with a fixed block and fixed shared memory.
 
-    Made by ``Driver.launcher``, once per function; safe to call from many threads, each with its own
+    Made by ``Driver.launcher``, once per plan; safe to call from many threads, each with its own
     buffer.  The device of the function must be current.
     """
 
