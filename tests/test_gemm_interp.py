@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interp import allocate, label, matrix_configs, run
 from mutation import load_mutated, replaced
+from operands import assert_within_bound, gemm_operands, wide
 
 from fp8_aot.kernels import SPECS, gemm
 from fp8_aot.kernels.spec import Config, KernelSpec
@@ -48,45 +49,6 @@ def small(size: int) -> int:
     return size if size <= 1024 else 512 + size % 512
 
 
-def operands(name: str, m: int, n: int, k: int, fp8: str, out: str, seed: int, pad: int = 0) -> dict[str, torch.Tensor]:
-    """Tensors of a launch: fp8 values and scales such that no fp16 result overflows, all scales different.
-
-    Odd seeds take any finite fp8 byte, even ones normal numbers; NaN lies between rows.
-    """
-    rng = np.random.default_rng(seed)
-    spec = SPECS[name]
-    tensors = allocate(spec, {"M": m, "N": n, "K": k}, {"out": out}, fp8, pad=pad, offset=pad)
-    finite = np.flatnonzero(np.isfinite(oracle.fp8_values(fp8))).astype(np.uint8)
-    most = {0: 5.0, 1: oracle.FP8_MAX[fp8]}[seed % 2]
-    for t in tensors["a"], tensors["b"]:
-        codes = rng.choice(finite, t.shape) if seed % 2 else oracle.to_fp8(rng.standard_normal(t.shape), fp8)
-        t.view(torch.uint8).copy_(torch.from_numpy(codes))
-    for t in tensors["a_s"], tensors["b_s"]:
-        scale = rng.uniform(1, 2, t.shape) * np.exp2(rng.integers(-3, 3, t.shape)) / most / np.sqrt(max(k, 1))
-        t.copy_(torch.from_numpy(scale))
-    return tensors
-
-
-def wide(b_s: torch.Tensor, name: str, n: int) -> np.ndarray:
-    """b_s with a column for each of n, in fp64."""
-    exact = oracle.exact(b_s)
-    return exact.repeat(128, axis=1)[:, :n] if name == "gemm_1x128_128x128" else exact
-
-
-def assert_within_bound(name: str, tensors: dict[str, torch.Tensor], out: str) -> None:
-    """c equals the fp64 product up to what fp32 accumulation and one rounding can do; NaN and Inf agree."""
-    a, b, a_s, c = (oracle.exact(tensors[t]) for t in ("a", "b", "a_s", "c"))
-    with np.errstate(invalid="ignore"):
-        value, error = oracle.gemm(a, b, a_s, wide(tensors["b_s"], name, b.shape[1]))
-        low, high = (np.where(np.isfinite(value), value + side * error, value) for side in (-1, 1))
-    if out != "fp32":
-        low, high = oracle.round_to(low, out), oracle.round_to(high, out)
-    np.testing.assert_array_equal(np.isnan(c), np.isnan(value))
-    wrong = ~((low <= c) & (c <= high)) & ~np.isnan(value)
-    first = tuple(np.argwhere(wrong)[0]) if wrong.any() else ()
-    assert not wrong.any(), f"c{first} = {c[first]}, expected {value[first]} +- {error[first]}"
-
-
 @per_fp8
 @per_out
 @per_tile
@@ -103,7 +65,7 @@ def test_within_the_error_bound(
     name: str, config: Config, out: str, fp8: str, m: int, n: int, k: int, pad: int, seed: int
 ) -> None:
     """Any shape, any row stride: within what fp32 accumulation can lose."""
-    tensors = operands(name, m, n, k, fp8, out, seed, pad)
+    tensors = gemm_operands(name, m, n, k, fp8, out, seed, pad)
     run(SPECS[name], tensors, config, fp8)
     assert_within_bound(name, tensors, out)
 
@@ -114,7 +76,7 @@ def test_small_integers_are_exact(name: str, config: Config, fp8: str) -> None:
     """Integer operands and powers of two as scales leave nothing to round: fp32 results are the true ones."""
     rng = np.random.default_rng(3)
     m, n, k = 35, 140, 300
-    tensors = operands(name, m, n, k, fp8, "fp32", 0)
+    tensors = gemm_operands(name, m, n, k, fp8, "fp32", 0)
     for t in tensors["a"], tensors["b"]:
         t.copy_(torch.from_numpy(rng.integers(-8, 9, t.shape)))
     for t in tensors["a_s"], tensors["b_s"]:
@@ -130,7 +92,7 @@ def test_small_integers_are_exact(name: str, config: Config, fp8: str) -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 0), (0, 7, 130), (5, 0, 130), (0, 0, 0)])
 def test_empty(name: str, config: Config, out: str, m: int, n: int, k: int) -> None:
     """K = 0 gives zeros, positive ones; M = 0 or N = 0 nothing, without a launch."""
-    tensors = operands(name, m, n, k, "e4m3fn", out, 0)
+    tensors = gemm_operands(name, m, n, k, "e4m3fn", out, 0)
     run(SPECS[name], tensors, config)
     assert tensors["c"].shape == (m, n)
     assert (tensors["c"] == 0).all() and not torch.signbit(tensors["c"]).any()
@@ -142,7 +104,7 @@ def test_nan_reaches_its_row_or_column_only(name: str, config: Config, fp8: str)
     """A NaN in a or a_s makes a row of c NaN, one in b or b_s a column, or the columns that share its scale."""
     m, n, k = 40, 150, 200
     rows, cols = np.zeros(m, bool), np.zeros(n, bool)
-    tensors = operands(name, m, n, k, fp8, "fp32", 0)
+    tensors = gemm_operands(name, m, n, k, fp8, "fp32", 0)
     tensors["a"][3, 199] = torch.nan
     tensors["a_s"][17, 1] = torch.nan
     rows[[3, 17]] = True
@@ -163,7 +125,7 @@ def test_nan_reaches_its_row_or_column_only(name: str, config: Config, fp8: str)
 def test_inf_scales(name: str, config: Config) -> None:
     """Inf times a sum is Inf of its sign, times zero NaN, and Inf - Inf NaN, as in fp64."""
     m, n, k = 20, 140, 256
-    tensors = operands(name, m, n, k, "e4m3fn", "fp32", 0)
+    tensors = gemm_operands(name, m, n, k, "e4m3fn", "fp32", 0)
     tensors["a"].copy_(torch.ones(m, k))
     tensors["b"].copy_(torch.ones(k, n))
     tensors["a"][5, :128] = 0.0
@@ -181,7 +143,7 @@ def test_inf_scales(name: str, config: Config) -> None:
 @per_gemm
 @pytest.mark.parametrize(("out", "most"), [("fp16", 65504.0), ("bf16", 3.3895e38)])
 def test_results_beyond_the_output_format_are_inf(name: str, out: str, most: float) -> None:
-    tensors = operands(name, 3, 20, 128, "e4m3fn", out, 0)
+    tensors = gemm_operands(name, 3, 20, 128, "e4m3fn", out, 0)
     tensors["a"].copy_(torch.ones(3, 128))
     tensors["b"].copy_(torch.ones(128, 20))
     tensors["b_s"].fill_(1.0)
@@ -245,7 +207,7 @@ def quantized(name: str, x: torch.Tensor, fp8: str) -> tuple[torch.Tensor, torch
 def test_the_bound_sees_a_wrong_kernel(old: str, new: str, tmp_path: Path) -> None:
     """Each change of one line takes the result out of the bound, even after rounding to bf16."""
     mutated: KernelSpec = load_mutated(replaced(gemm, old, new, "gemm_1x128_128x1_kernel"), tmp_path)[GEMMS[1]]
-    tensors = operands(mutated.name, 20, 40, 384, "e4m3fn", "bf16", 0)
+    tensors = gemm_operands(mutated.name, 20, 40, 384, "e4m3fn", "bf16", 0)
     run(mutated, tensors, mutated.default)
     with pytest.raises(AssertionError, match="expected"):
         assert_within_bound(mutated.name, tensors, "bf16")

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interp import TORCH, TRITON, allocate, label, matrix_configs, run
 from mutation import load_mutated, replaced
+from operands import assert_same, awkward
 from torchao.prototype.blockwise_fp8_training import kernels as torchao
 
 from fp8_aot.kernels import SPECS, quant
@@ -31,43 +32,6 @@ per_tile = pytest.mark.parametrize(
 )
 
 
-def awkward(rows: int, cols: int, dtype: str, seed: int) -> torch.Tensor:
-    """Values over the whole range of a dtype, each 128x128 block and some rows and columns of their own kind.
-
-    Ordinary, over all exponents, subnormal, +-0, near the largest, near 1e-12 (the least amax), and a few NaN
-    and Inf.
-    """
-    rng = np.random.default_rng(seed)
-    info = torch.finfo(TORCH[dtype])
-    kinds = 7
-
-    def values(kind: int, shape: tuple[int, int]) -> np.ndarray:
-        normal = rng.standard_normal(shape)
-        wide = np.exp2(rng.uniform(np.log2(info.smallest_normal) - 8, np.log2(info.max), shape))
-        return {
-            0: normal,
-            1: np.sign(normal) * wide,
-            2: normal * info.smallest_normal / 4,
-            3: normal * 0.0,
-            4: np.clip(normal * info.max, info.min, info.max),
-            5: normal * 1e-12 * np.exp2(rng.integers(-4, 4, shape)),
-            6: normal * np.exp2(rng.integers(-12, 12, (shape[0], 1))),
-        }[kind]
-
-    x = np.zeros((rows, cols))
-    for r in range(0, rows, 128):
-        for c in range(0, cols, 128):
-            here = x[r : r + 128, c : c + 128]
-            here[...] = values(int(rng.integers(kinds)), here.shape)
-    for _ in range(3 if x.size else 0):
-        row, col = rng.integers(rows), rng.integers(cols)
-        x[row] = values(int(rng.integers(kinds)), (1, cols))
-        x[:, col] = values(int(rng.integers(kinds)), (rows, 1))[:, 0]
-    for special in (np.nan, np.inf, -np.inf, -0.0) if x.size and seed % 2 else ():
-        x[rng.integers(rows), rng.integers(cols)] = special
-    return torch.from_numpy(x).to(TORCH[dtype])
-
-
 def quantize(
     spec: KernelSpec, config: Config, x: torch.Tensor, fp8: str, *, pad: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -78,17 +42,6 @@ def quantize(
     tensors[spec.tensors[0].name].copy_(x)
     run(spec, tensors, config, fp8)
     return tensors["y"].view(torch.uint8).numpy(), tensors["scale"].numpy()
-
-
-def assert_same(got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray], fp8: str) -> None:
-    """The same bytes and scale bits, where any NaN is as good as another."""
-    values = oracle.fp8_values(fp8)
-    got_y, expected_y = (np.where(np.isnan(values[y]), 0x80, y) for y, _ in (got, expected))
-    if fp8 == "e4m3fn":  # 0x80 is -0 there
-        assert np.array_equal(np.isnan(values[got[0]]), np.isnan(values[expected[0]]))
-    np.testing.assert_array_equal(got_y, expected_y)
-    got_s, expected_s = (np.where(np.isnan(s), np.float32(np.nan), s) for _, s in (got, expected))
-    np.testing.assert_array_equal(got_s.view(np.uint32), expected_s.view(np.uint32))
 
 
 def torchao_quantize(name: str, x: torch.Tensor, fp8: str) -> tuple[np.ndarray, np.ndarray]:
